@@ -1,0 +1,418 @@
+"""grpo.py against TRL's GRPOTrainer with its transformers rollout (no vLLM), on CPU, in float32.
+
+Both sides train the same model on the same prompts with the same group size, lengths, learning rate, loss and number of
+optimizer steps, one process per side and repetition, alternating. Times are seconds per step, a step being one rollout
+and its two optimizer steps; the first step of a process warms up and is not counted.
+
+    rollout   sampling, decoding of tokens to text, and rewards
+    update    everything else of a step: log-probabilities of policy and reference, forward, backward, optimizer
+    step      rollout + update, up to the end of the last optimizer step; logging and saving are outside
+    peak      largest resident memory of the whole process, up to the end of its last step
+
+    pip install -r benchmark/requirements.txt
+    python benchmark/grpo_vs_trl.py
+"""
+
+import contextlib
+import json
+import math
+import os
+import platform
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Literal
+
+# torch is imported in the child processes only: on Linux a child's peak memory is at least its parent's at the fork.
+ROOT = Path(__file__).resolve().parent.parent
+
+SIZES = {
+    "embedded": {
+        "prompts_per_step": 16,
+        "group_size": 8,
+        "max_prompt_length": 32,
+        "max_completion_length": 48,
+        "minibatch_size": 64,
+        "learning_rate": 1.5e-4,
+        "warmup_steps": 8,
+        "microbatch_tokens": 4096,
+        "trl_batch_size": 64,  # per_device_train_batch_size, the fastest of 64, 32 and 16
+        "steps": 20,
+    },
+    "large": {
+        "prompts_per_step": 8,
+        "group_size": 8,
+        "max_prompt_length": 16,
+        "max_completion_length": 256,
+        "minibatch_size": 32,
+        "learning_rate": 1e-6,
+        "warmup_steps": 0,
+        "microbatch_tokens": 4096,
+        "trl_batch_size": 8,
+        "steps": 2,
+    },
+}
+CLIP_EPS, KL_COEF, MAX_GRAD_NORM = 0.2, 0.04, 1.0
+VOCAB_SIZE, STOP_RATE = 32_000, 1 / 40  # of the large model
+
+
+@dataclass
+class Args:
+    size: Literal["embedded", "large", "both"] = "both"
+    """models/tiny on data/addition, or a random model of about 60 M parameters"""
+    repeats: int = 3
+    """processes per side"""
+    steps: int | None = None
+    """timed steps per process (embedded: 20; large: 2)"""
+    threads: int = os.cpu_count()
+    """threads of either side"""
+    trl_batch_size: int | None = None
+    """TRL's per_device_train_batch_size (default: its fastest, see SIZES)"""
+    out: str = str(ROOT / "benchmark" / "results" / "grpo_vs_trl.json")
+    """result file"""
+
+
+# ---- the large case
+
+
+def parity_reward(completion, answer):  # noqa: ARG001
+    """Return 1.0 if the completion has an even number of words: about half of every group."""
+    return float(len(completion.split()) % 2 == 0)
+
+
+def make_large(folder):
+    """Write a random Phi model that ends a completion with probability 1/40 at every token, and random prompts."""
+    import tokenizers
+    import torch
+    import transformers
+
+    words = ["<pad>", "<unk>", "<end>", *(f"w{i}" for i in range(VOCAB_SIZE - 3))]
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
+    )
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", unk_token="<unk>", eos_token="<end>"
+    )
+    config = transformers.PhiConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        max_position_embeddings=512,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attention_dropout=0.0,
+        bos_token_id=None,
+        eos_token_id=2,
+        pad_token_id=0,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(1)
+    model = transformers.PhiForCausalLM(config)
+    # Behind a layer norm of weight 1 the logits are normal with variance 512 std², so that the sum of their exponentials
+    # is known; the stop token's own logit is its bias alone.
+    with torch.no_grad():
+        variance = config.hidden_size * config.initializer_range**2
+        model.lm_head.weight[2] = 0.0
+        model.lm_head.bias[:2] = -30.0
+        model.lm_head.bias[2] = math.log(VOCAB_SIZE) + variance / 2 - math.log(1 / STOP_RATE - 1)
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    (folder / "data").mkdir()
+    rng = random.Random(1)
+    for split, count in (("train", 512), ("test", 1)):
+        prompts = [" ".join(rng.choice(words[3:]) for _ in range(rng.randint(8, 16))) for _ in range(count)]
+        lines = [json.dumps({"prompt": prompt, "answer": "0"}) + "\n" for prompt in prompts]
+        (folder / "data" / f"{split}.jsonl").write_text("".join(lines))
+
+
+def load_grpo(size):
+    sys.path.insert(0, str(ROOT))
+    import grpo
+
+    if size == "large":
+        grpo.reward_fn = parity_reward
+    return grpo
+
+
+# ---- the two sides: each returns a list of {rollout, update, length_mean, length_max, optimizer_steps}, peak bytes
+
+
+def run_ours(job):
+    """Train with grpo.py; its own metrics have the times and the peak memory."""
+    settings, grpo = job["settings"], load_grpo(job["size"])
+    names = "prompts_per_step group_size max_prompt_length max_completion_length minibatch_size microbatch_tokens"
+    names = f"{names} learning_rate warmup_steps".split()
+    run_dir = Path(job["folder"]) / f"run_{job['seed']}"
+    grpo.main(
+        grpo.Args(
+            **{name: settings[name] for name in names},
+            model=job["model"],
+            dataset=job["dataset"],
+            system_prompt="",
+            clip_eps=CLIP_EPS,
+            kl_coef=KL_COEF,
+            max_grad_norm=MAX_GRAD_NORM,
+            num_steps=1 + job["steps"],
+            eval_prompts=0,
+            save_every=10**9,
+            run_dir=str(run_dir),
+            seed=job["seed"],
+        )
+    )
+    steps = []
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if line["step"] > 0]
+    for line in lines:
+        steps.append(
+            {
+                "rollout": line["perf/rollout_seconds"],
+                "update": line["perf/logprob_seconds"] + line["perf/update_seconds"],
+                "length_mean": line["rollout/length_mean"],
+                "length_max": line["rollout/length_max"],
+                "optimizer_steps": settings["prompts_per_step"] * settings["group_size"] // settings["minibatch_size"],
+            }
+        )
+    return steps, lines[-1]["perf/peak_memory_gib"]
+
+
+def run_trl(job):
+    """Train with TRL, timed by a subclass and a callback."""
+    import torch
+    import transformers
+    from datasets import load_dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    settings, grpo = job["settings"], load_grpo(job["size"])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(job["model"])
+    rows = load_dataset("json", data_files=str(Path(job["dataset"], "train.jsonl")), split="train")
+    # Prompts as text, the chat template already applied: TRL then has the least to do in its rollout.
+    texts = []
+    for prompt in rows["prompt"]:
+        ids = grpo.encode_prompt(tokenizer, prompt, "")
+        texts.append(tokenizer.decode(ids) if tokenizer.chat_template else prompt)
+        assert tokenizer(texts[-1])["input_ids"] == ids
+    rows = rows.remove_columns("prompt").add_column("prompt", texts)
+
+    def reward(completions, answer, **_):
+        return [grpo.reward_fn(completion, gold) for completion, gold in zip(completions, answer)]
+
+    steps = []
+
+    class TimedTrainer(GRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            # A step begins here: this method has the rollout, and the log-probabilities of old policy and reference.
+            steps.append({"start": time.perf_counter(), "rollout": 0.0, "optimizer_steps": 0})
+            return super()._generate_and_score_completions(inputs)
+
+        def _generate(self, prompts):
+            start = time.perf_counter()
+            result = super()._generate(prompts)
+            steps[-1]["rollout"] += time.perf_counter() - start
+            lengths = [len(ids) for ids in result[1]]
+            steps[-1] |= {"length_mean": statistics.mean(lengths), "length_max": max(lengths)}
+            return result
+
+        def _calculate_rewards(self, *args):
+            start = time.perf_counter()
+            result = super()._calculate_rewards(*args)
+            steps[-1]["rollout"] += time.perf_counter() - start
+            return result
+
+    class StepEnd(transformers.TrainerCallback):
+        def on_step_end(self, *args, **kwargs):  # noqa: ARG002
+            steps[-1]["end"] = time.perf_counter()  # the last one of a rollout stays
+            steps[-1]["peak"] = peak_gib()
+            steps[-1]["optimizer_steps"] += 1
+
+    batch_size = settings["trl_batch_size"]
+    completions_per_step = settings["prompts_per_step"] * settings["group_size"]
+    updates_per_step = completions_per_step // settings["minibatch_size"]
+    trainer = TimedTrainer(
+        model=job["model"],
+        reward_funcs=reward,
+        args=GRPOConfig(
+            output_dir=str(Path(job["folder"]) / f"trl_{job['seed']}"),
+            loss_type="grpo",
+            beta=KL_COEF,
+            epsilon=CLIP_EPS,
+            scale_rewards="group",
+            num_generations=settings["group_size"],
+            num_iterations=1,
+            max_completion_length=settings["max_completion_length"],
+            temperature=1.0,
+            top_p=1.0,
+            top_k=0,
+            min_p=None,
+            repetition_penalty=1.0,
+            per_device_train_batch_size=batch_size,
+            gradient_accumulation_steps=settings["minibatch_size"] // batch_size,
+            steps_per_generation=completions_per_step // batch_size,
+            max_steps=updates_per_step * (1 + job["steps"]),
+            learning_rate=settings["learning_rate"],
+            lr_scheduler_type="constant_with_warmup",
+            warmup_steps=settings["warmup_steps"],
+            adam_beta2=0.95,
+            weight_decay=0.0,
+            max_grad_norm=MAX_GRAD_NORM,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            save_strategy="no",
+            logging_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            seed=job["seed"],
+        ),
+        train_dataset=rows,
+        processing_class=tokenizer,
+        callbacks=[StepEnd()],
+    )
+    assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
+    trainer.train()
+    for step in steps:
+        step["update"] = step.pop("end") - step.pop("start") - step["rollout"]
+    peak = [step.pop("peak") for step in steps]
+    return steps, peak[-1]
+
+
+def peak_gib():
+    """Largest resident memory of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 2**30
+
+
+def run_child(job):
+    """Run one side in this process, its prints going to stderr, and write the result to stdout."""
+    with contextlib.redirect_stdout(sys.stderr):
+        import torch
+
+        if job["side"] == "make_large":
+            make_large(Path(job["folder"]))
+            result = {}
+        else:
+            steps, peak = {"ours": run_ours, "trl": run_trl}[job["side"]](job)
+            result = {"peak_gib": peak, "threads": torch.get_num_threads(), "steps": steps}
+    print(json.dumps(result))
+
+
+# ---- the comparison
+
+
+def start_child(job, threads):
+    """Run a job in a process of its own and return its result."""
+    environment = os.environ | {
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "HF_HUB_OFFLINE": "1",
+        "WANDB_MODE": "disabled",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, __file__, "child", json.dumps(job)], env=environment, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise SystemExit(f"{job['side']} failed:\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def summarize(size, runs):
+    """Medians over the timed steps of all processes of a side, and ours / TRL's."""
+    completions = SIZES[size]["prompts_per_step"] * SIZES[size]["group_size"]
+    summary = {}
+    for side in ("ours", "trl"):
+        mine = [run for run in runs if run["side"] == side]
+        steps = [step for run in mine for step in run["steps"][1:]]  # the first of a process warms up
+        tokens = sum(step["length_mean"] * completions for step in steps)
+        summary[side] = {
+            "rollout_seconds": statistics.median(step["rollout"] for step in steps),
+            "update_seconds": statistics.median(step["update"] for step in steps),
+            "step_seconds": statistics.median(step["rollout"] + step["update"] for step in steps),
+            "peak_gib": statistics.median(run["peak_gib"] for run in mine),
+            "tokens_per_second": tokens / sum(step["rollout"] + step["update"] for step in steps),
+            "length_mean": statistics.mean(step["length_mean"] for step in steps),
+            "length_max": statistics.mean(step["length_max"] for step in steps),
+            "optimizer_steps": statistics.mean(step["optimizer_steps"] for step in steps),
+            "timed_steps": len(steps),
+        }
+    summary["ratio"] = {key: summary["ours"][key] / summary["trl"][key] for key in summary["ours"]}
+    return summary
+
+
+def table(results):
+    """Return the results as a markdown table."""
+    names = {
+        "rollout_seconds": "rollout, s",
+        "update_seconds": "update, s",
+        "step_seconds": "step, s",
+        "peak_gib": "peak memory, GiB",
+        "tokens_per_second": "completion tokens per second",
+        "length_mean": "completion length, mean",
+        "length_max": "completion length, longest of a step",
+        "optimizer_steps": "optimizer steps per step",
+    }
+    lines = ["| size | | grpo.py | TRL | grpo.py / TRL |", "|---|---|---:|---:|---:|"]
+    for size, result in results.items():
+        for key, name in names.items():
+            ours, trl, ratio = (result["summary"][column][key] for column in ("ours", "trl", "ratio"))
+            lines.append(f"| {size} | {name} | {ours:.4g} | {trl:.4g} | {ratio:.2f} |")
+    return "\n".join(lines)
+
+
+def main(args):
+    packages = ("torch", "transformers", "trl", "accelerate", "datasets")
+    report = {
+        "machine": {
+            "processor": platform.machine(),
+            "cores": os.cpu_count(),
+            "python": platform.python_version(),
+            **{name: version(name) for name in packages},
+        },
+        "threads": args.threads,
+        "results": {},
+    }
+    out = Path(args.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for size in SIZES if args.size == "both" else [args.size]:
+        settings = dict(SIZES[size])
+        settings["steps"] = args.steps or settings["steps"]
+        settings["trl_batch_size"] = args.trl_batch_size or settings["trl_batch_size"]
+        runs = []
+        with tempfile.TemporaryDirectory() as folder:
+            job = {"folder": folder, "size": size, "settings": settings, "steps": settings["steps"]}
+            if size == "large":
+                start_child({"side": "make_large", "folder": folder}, args.threads)
+                job |= {"model": str(Path(folder) / "model"), "dataset": str(Path(folder) / "data")}
+            else:
+                job |= {"model": str(ROOT / "models" / "tiny"), "dataset": str(ROOT / "data" / "addition")}
+            for repeat in range(args.repeats):
+                for side in ("ours", "trl"):
+                    start = time.perf_counter()
+                    run = start_child(job | {"side": side, "seed": repeat + 1}, args.threads)
+                    runs.append({"side": side, "seed": repeat + 1, **run})
+                    median = statistics.median(step["rollout"] + step["update"] for step in run["steps"][1:])
+                    print(
+                        f"{size} {repeat + 1}/{args.repeats} {side:4} {median:7.2f} s a step, "
+                        f"{run['peak_gib']:.2f} GiB, {time.perf_counter() - start:.0f} s in all",
+                        flush=True,
+                    )
+        report["results"][size] = {"settings": settings, "summary": summarize(size, runs), "runs": runs}
+        out.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"\n{table(report['results'])}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["child"]:
+        run_child(json.loads(sys.argv[2]))
+    else:
+        import tyro
+
+        main(tyro.cli(Args, description="Time grpo.py against TRL's GRPOTrainer."))

@@ -1,0 +1,775 @@
+"""SFT: supervised fine-tuning of a causal language model, with loss on completions and their stop token only.
+
+Ouyang et al., "Training language models to follow instructions with human feedback" (2022), step 1 of section 3.1
+https://arxiv.org/abs/2203.02155v1
+
+    L(θ) = − 1/N Σᵢ Σₜ log π_θ(oᵢₜ | qᵢ, oᵢ,<ₜ)
+
+    qᵢ, oᵢ    prompt and completion, the stop token included; or a conversation, of which oᵢ are the assistant's turns
+    N         the trained tokens of the whole optimizer step, over all microbatches and ranks
+
+Without --model it trains the embedded model, a Qwen3 of half a million parameters, from random weights: that is how
+models/tiny was made.
+
+    python sft.py
+    python sft.py --model Qwen/Qwen2.5-0.5B --dataset my_chats.jsonl
+"""
+
+import json
+import math
+import os
+import resource
+import secrets
+import shutil
+import signal
+import sys
+import time
+import warnings
+from dataclasses import asdict, dataclass, fields
+from datetime import timedelta
+from pathlib import Path
+
+import tokenizers
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import transformers
+import tyro
+import wandb
+from datasets import disable_progress_bars, get_dataset_config_names, load_dataset
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+HERE = Path(__file__).resolve().parent
+
+# What depends on the model: (embedded model, trained from random weights; real model).
+DEFAULTS = {
+    "max_prompt_length": (32, 1024),
+    "max_completion_length": (48, 1024),
+    "num_steps": (3000, 1000),
+    "learning_rate": (3e-3, 1e-5),
+    "warmup_steps": (300, 50),
+    "minibatch_size": (64, 64),
+    "microbatch_tokens": (2048, 16384),
+    "eval_every": (500, 100),
+    "eval_prompts": (512, 256),
+    "save_every": (500, 100),
+}
+
+
+@dataclass
+class Args:
+    # model and data
+    model: str | None = None
+    """folder or hub name of a causal language model (default: the embedded one, from random weights)"""
+    dataset: str | None = None
+    """json, jsonl, csv or parquet file, folder, or hub name as in org/name:config (default: data/addition/sft.jsonl)"""
+    system_prompt: str = ""
+    """system message put before every conversation that has none"""
+    max_prompt_length: int | None = None
+    """tokens before the first trained one; longer rows are dropped and counted (embedded: 32; real: 1024)"""
+    max_completion_length: int | None = None
+    """tokens from the first trained one on; longer rows are dropped and counted (embedded: 48; real: 1024)"""
+
+    # optimization
+    num_steps: int | None = None
+    """optimizer steps; with --resume, the new total (embedded: 3000; real: 1000)"""
+    learning_rate: float | None = None
+    """highest, reached after the warm-up; falls to 0 on a cosine (embedded: 3e-3; real: 1e-5)"""
+    warmup_steps: int | None = None
+    """optimizer steps over which the learning rate rises from 0 (embedded: 300; real: 50)"""
+    minibatch_size: int | None = None
+    """rows per optimizer step, over all ranks (embedded: 64; real: 64)"""
+    microbatch_tokens: int | None = None
+    """most padded tokens per forward and backward pass; changes speed and memory only (embedded: 2048; real: 16384)"""
+    max_grad_norm: float = 1.0
+    """gradients are scaled down to at most this norm"""
+    gradient_checkpointing: bool = False
+    """recompute activations in the backward pass: less memory, about a third more time"""
+
+    # evaluation, saving, logging
+    eval_every: int | None = None
+    """steps between evaluations on held-out rows (embedded: 500; real: 100)"""
+    eval_prompts: int | None = None
+    """held-out rows per evaluation (embedded: 512; real: 256)"""
+    save_every: int | None = None
+    """steps between saves (embedded: 500; real: 100)"""
+    run_dir: str | None = None
+    """new folder of this run (default: runs/sft__SEED__TIME)"""
+    resume: str | None = None
+    """folder of the run to continue, with its own settings; only --num-steps may be given besides"""
+    seed: int = 1
+    """of the random weights and of the order of rows"""
+    track: bool = False
+    """log to Weights & Biases as well (WANDB_MODE=offline works)"""
+    wandb_project: str = "rl-for-language-models"
+    """Weights & Biases project"""
+
+
+# ---- the algorithm
+
+
+def completion_loss(logprobs, loss_mask):
+    """Negative log-likelihood summed over the trained tokens, both (B, T); divide by their number."""
+    loss = -torch.where(loss_mask.bool(), logprobs, 0.0).sum()
+    return loss, {"loss/nll": loss.detach()}
+
+
+# ---- the task: conversations and which of their tokens are trained
+
+
+def load_splits(dataset, num_held_out):
+    """Return (training rows, held-out rows): the test or validation split, else the last num_held_out rows."""
+    disable_progress_bars()
+    kinds = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+    path = Path(dataset)
+    name, _, config = (dataset, "", "") if path.exists() else dataset.partition(":")
+    try:
+        if path.is_file():
+            splits = load_dataset(kinds.get(path.suffix, "json"), data_files=dataset)
+        else:
+            configs = get_dataset_config_names(name)
+            usual = configs if len(configs) == 1 else [c for c in ("main", "default") if c in configs]
+            config = config or (usual[0] if usual else "")
+            if config not in configs:
+                raise ValueError(f"choose one of its configs, as in {name}:{configs[0]}; it has {', '.join(configs)}")
+            splits = load_dataset(name, config)
+    except Exception as error:  # whatever the dirt of a file or the hub brings up, the user needs the one line
+        raise SystemExit(f"--dataset {dataset}: cannot be loaded: {' '.join(str(error).split())[:300]}") from None
+    train = splits.get("train", [])
+    held_out = next((splits[split] for split in ("test", "validation") if split in splits), None)
+    if held_out is None and len(train) > num_held_out:
+        held_out = train.select(range(len(train) - num_held_out, len(train)))
+        train = train.select(range(len(train) - num_held_out))
+    if held_out is None or len(train) == 0:
+        raise SystemExit(
+            f"--dataset {dataset}: {len(train)} training rows, and splits {', '.join(splits)}: too few, with "
+            f"--eval-prompts {num_held_out} to hold out where there is no test split"
+        )
+    return train, held_out.select(range(min(num_held_out, len(held_out))))
+
+
+def encode_conversation(tokenizer, messages, stop_ids):
+    """Return the ids of a conversation and which of them are trained: the assistant's turns, each up to its stop token.
+
+    The turns are found by rendering the conversation's beginnings, each of which must begin the next; a ValueError
+    says where one does not.
+    """
+    ids, trained = [], []
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        for part, is_prompt in ((messages[:i], True), (messages[: i + 1], False)):
+            rendered = tokenizer.apply_chat_template(
+                part, add_generation_prompt=is_prompt, tokenize=True, return_dict=True
+            )["input_ids"]
+            if rendered[: len(ids)] != ids:
+                raise ValueError(f"the chat template changes what comes before message {i + 1}")
+            turn = rendered[len(ids) :]
+            stop = next((k for k, token in enumerate(turn) if token in stop_ids), len(turn))
+            ids = rendered
+            trained += [not is_prompt and k <= stop for k in range(len(turn))]
+    return ids, trained
+
+
+def encode_row(tokenizer, row, system_prompt, stop_ids):
+    """Return the ids of a row, {prompt, completion} or {messages}, and which of them are trained."""
+    prompt, completion, messages = row.get("prompt"), row.get("completion"), row.get("messages")
+    if messages is None:
+        messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+        messages = messages + (
+            completion if isinstance(completion, list) else [{"role": "assistant", "content": completion}]
+        )
+    if system_prompt and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system_prompt}, *messages]
+    if tokenizer.chat_template is not None:
+        return encode_conversation(tokenizer, messages, stop_ids)
+    if row.get("messages") is not None:
+        raise ValueError("the tokenizer has no chat template, which messages need")
+    prompt_ids = tokenizer("\n\n".join(message["content"] for message in messages[:-1]))["input_ids"]
+    completion_ids = tokenizer(messages[-1]["content"], add_special_tokens=False)["input_ids"]
+    completion_ids = [*completion_ids, tokenizer.eos_token_id]
+    return prompt_ids + completion_ids, [False] * len(prompt_ids) + [True] * len(completion_ids)
+
+
+def load_conversations(args, tokenizer, stop_ids):
+    """Return training and held-out rows, lists of {ids, trained, start}, and a report of what was dropped."""
+    loaded, report = [], []
+    for split, rows in zip(("training", "held-out"), load_splits(args.dataset, args.eval_prompts)):
+        if "messages" not in rows.column_names and not {"prompt", "completion"} <= set(rows.column_names):
+            raise SystemExit(
+                f"--dataset {args.dataset}: needs the columns prompt and completion, or messages; "
+                f"found {', '.join(rows.column_names)}"
+            )
+        kept, num_untrained, num_long = [], 0, 0
+        for number, row in enumerate(rows):
+            if not row.get("messages") and (not row.get("prompt") or not row.get("completion")):
+                num_untrained += 1
+                continue
+            try:
+                ids, trained = encode_row(tokenizer, row, args.system_prompt, stop_ids)
+            except ValueError as error:
+                raise SystemExit(f"--dataset {args.dataset}: {split} row {number}: {error}") from None
+            start = trained.index(True) if any(trained) else 0  # the first token has nothing to be predicted from
+            if start == 0:
+                num_untrained += 1
+            elif start > args.max_prompt_length or len(ids) - start > args.max_completion_length:
+                num_long += 1
+            else:
+                kept.append({"ids": ids, "trained": trained, "start": start})
+        report.append(
+            f"{len(kept)} {split} rows; dropped: {num_long} longer than {args.max_prompt_length} + "
+            f"{args.max_completion_length} tokens, {num_untrained} without a token to train"
+        )
+        if not kept and (split == "training" or args.eval_prompts):
+            raise SystemExit(f"--dataset {args.dataset}: no token would be trained: {report[-1]}")
+        loaded.append(kept)
+    return *loaded, "\n".join(report)
+
+
+def collate(rows, pad_id, device):
+    """Return a batch of tensors: all before a row's first trained token is its prompt, the rest its completion."""
+    prompt_ids, prompt_mask = pad_left([row["ids"][: row["start"]] for row in rows], pad_id, device)
+    width = max(len(row["ids"]) - row["start"] for row in rows)
+
+    def pad_right(values, fill):
+        return torch.tensor([list(value) + [fill] * (width - len(value)) for value in values], device=device)
+
+    return {
+        "prompt_ids": prompt_ids,
+        "prompt_mask": prompt_mask,
+        "completion_ids": pad_right([row["ids"][row["start"] :] for row in rows], pad_id),
+        "completion_mask": pad_right([[1] * (len(row["ids"]) - row["start"]) for row in rows], 0),
+        "loss_mask": pad_right([row["trained"][row["start"] :] for row in rows], False),
+        "lengths": torch.tensor([len(row["ids"]) for row in rows], device=device),
+    }
+
+
+# ---- plumbing: models, log-probabilities
+
+
+def make_embedded_model(seed, device):
+    """Return the embedded model, a small Qwen3 with random weights, and its tokenizer of 28 tokens."""
+    special = ["<|pad|>", "<|unknown|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
+    # What rewards look for must be ordinary tokens: decoding would drop special ones.
+    vocabulary = [*special, "<think>", "</think>", "\\boxed{", *"}0123456789+=;-*/., "]
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="<|unknown|>")
+    )
+    pattern = tokenizers.Regex(r"<think>|</think>|\\boxed\{|.")
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split(pattern, "isolated")
+    backend.decoder = tokenizers.decoders.Fuse()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<|pad|>",
+        unk_token="<|unknown|>",
+        eos_token="<|end|>",
+        additional_special_tokens=["<|system|>", "<|user|>", "<|assistant|>"],
+    )
+    tokenizer.chat_template = (
+        "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}"
+        "{% if message['role'] == 'assistant' %}<|end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    torch.manual_seed(seed)
+    config = transformers.Qwen3Config(
+        vocab_size=len(vocabulary),
+        hidden_size=96,
+        intermediate_size=288,
+        num_hidden_layers=4,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        head_dim=32,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        initializer_range=0.1,  # about 1 / sqrt(hidden_size); the usual 0.02 is for far wider models
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(device), tokenizer
+
+
+def load_model(name, device):
+    """Load a causal language model with float32 parameters and without dropout, and its tokenizer."""
+    transformers.logging.disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name)
+        for part in (config, config.get_text_config()):
+            for key, value in vars(part).items():
+                if "drop" in key and isinstance(value, float):
+                    setattr(part, key, 0.0)
+        # The checkpoint's own dtype is mostly bfloat16, in which a learning rate of 1e-6 moves one weight in fifty.
+        model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=torch.float32)
+    except (OSError, ValueError, KeyError) as error:
+        raise SystemExit(f"--model {name}: cannot be loaded: {' '.join(str(error).split())[:300]}") from None
+    return model.to(device), tokenizer
+
+
+def find_stop_ids(model, tokenizer):
+    """Return every id that ends a completion: the union of generation_config's, config's and the tokenizer's."""
+    stop_ids = set()
+    configs = (model.generation_config, model.config.get_text_config(), tokenizer)
+    for ids in (config.eos_token_id for config in configs):
+        stop_ids.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    return sorted(stop_ids)
+
+
+def pad_left(rows, pad_id, device):
+    """Return ids and mask (B, P) of lists of token ids, padded on the left."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[pad_id] * (width - len(row)) + row for row in rows], device=device)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
+    return ids, mask
+
+
+def head_logprobs(model, hidden, targets, temperature):
+    """Log-probabilities of targets (N,), and entropies, under softmax(head(hidden) / temperature); hidden (N, D).
+
+    Never N x V logits at once: chunks of 2^24 numbers, computed anew in the backward pass.
+    """
+
+    def chunk_logprobs(hidden, targets):
+        logits = model.get_output_embeddings()(hidden)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature  # (n, V)
+        logprobs = logits.log_softmax(-1)
+        entropies = -(logprobs.exp() * logprobs).sum(-1)
+        return logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), entropies
+
+    size = max(1, 2**24 // model.get_output_embeddings().weight.shape[0])
+    chunks = zip(hidden.split(size), targets.split(size))
+    if torch.is_grad_enabled():
+        results = [checkpoint(chunk_logprobs, *chunk, use_reentrant=False) for chunk in chunks]
+    else:
+        results = [chunk_logprobs(*chunk) for chunk in chunks]
+    logprobs, entropies = zip(*results)
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def token_logprobs(model, prompt_ids, prompt_mask, completion_ids, completion_mask, temperature):
+    """Log-probability of every completion token at the sampling temperature, and the entropy of its distribution.
+
+    prompts (B, P), completions (B, T) -> logprobs, entropies (B, T) in nats, 0 where masked.
+    """
+    completion_mask = completion_mask.bool()
+    ids = torch.cat([prompt_ids, completion_ids], 1)  # (B, P + T)
+    mask = torch.cat([prompt_mask.bool(), completion_mask], 1)
+    # All padding goes to the right and off the end: a causal model then needs neither attention mask nor position ids.
+    order = (~mask).long().argsort(dim=1, stable=True)[:, : mask.sum(1).max()]
+    hidden = model.base_model(input_ids=ids.gather(1, order), use_cache=False).last_hidden_state  # (B, W, D)
+    rows, columns = completion_mask.nonzero(as_tuple=True)  # (N,)
+    # The token at one position is predicted from the position before it.
+    positions = mask.sum(1)[rows] - completion_mask.sum(1)[rows] + completion_mask.cumsum(1)[rows, columns] - 2
+    logprobs, entropies = head_logprobs(model, hidden[rows, positions], completion_ids[rows, columns], temperature)
+    blank = torch.zeros(completion_mask.shape, dtype=logprobs.dtype, device=logprobs.device)
+    return blank.masked_scatter(completion_mask, logprobs), blank.masked_scatter(completion_mask, entropies)
+
+
+class LogprobModel(nn.Module):
+    """The unit that is sharded: its forward returns log-probabilities, so the LM head is gathered with the rest."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args):
+        # float32 parameters, bfloat16 compute
+        with torch.autocast("cuda", torch.bfloat16, enabled=torch.cuda.is_available()):
+            return token_logprobs(self.model, *args)
+
+
+@torch.no_grad()
+def check_model(model, prompt_ids, max_length):
+    """Exit if the context is too short, the LM head is scaled or capped, or the cache cannot drop rows."""
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or max_length
+    if max_length > context:
+        raise SystemExit(
+            f"--max-prompt-length plus --max-completion-length is {max_length}, over the model's context of {context}"
+        )
+    ids = torch.tensor([prompt_ids * 2], device=model.device)  # (1, 2 P)
+    half = len(prompt_ids)
+    ones = torch.ones_like(ids[:, :half])
+    plain = model(ids).logits[0].log_softmax(-1)  # (2 P, V)
+    logprobs, _ = token_logprobs(model, ids[:, :half], ones, ids[:, half:], ones, 1.0)
+    expected = plain[half - 1 : -1].gather(1, ids[0, half:, None]).squeeze(1)
+    if not torch.allclose(logprobs[0], expected, atol=1e-2):
+        raise SystemExit("this model scales or caps the output of its LM head, which these scripts do not reproduce")
+    try:
+        cache = model(ids[:, :half].repeat(2, 1), use_cache=True).past_key_values
+        cache.batch_select_indices(torch.tensor([1], device=ids.device))
+        cached = model(ids[:, half : half + 1], past_key_values=cache, use_cache=True).logits[0, -1].log_softmax(-1)
+        same = torch.allclose(cached, plain[half], atol=1e-2)
+    except (AttributeError, NotImplementedError, TypeError, IndexError):
+        same = False
+    if not same:
+        raise SystemExit("the key-value cache of this model cannot drop finished rows, which generate() needs")
+
+
+def microbatches(lengths, max_tokens):
+    """Cut rows, longest first, into index tensors of at most max_tokens padded tokens each; a longer row stands alone.
+
+    Every rank returns equally many (forward and backward passes are collective): a rank that has fewer adds None.
+    """
+    batches, longest = [], 0
+    for row in lengths.argsort(descending=True, stable=True).tolist():
+        if batches and (len(batches[-1]) + 1) * longest <= max_tokens:
+            batches[-1].append(row)
+        else:
+            batches.append([row])
+            longest = int(lengths[row])
+    count = int(all_reduce(max(1, len(batches)), dist.ReduceOp.MAX))
+    return [torch.tensor(batch, device=lengths.device) for batch in batches] + [None] * (count - len(batches))
+
+
+def accumulate_gradients(policy, batch, rows, divisor, args):
+    """Add the gradients of completion_loss over these rows of every rank, divided by divisor; return summed metrics."""
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    totals = {}
+    for index in microbatches(batch["lengths"][rows], args.microbatch_tokens):
+        part = {key: value[rows.new_zeros(1) if index is None else rows[index]] for key, value in batch.items()}
+        logprobs, entropies = policy(
+            part["prompt_ids"], part["prompt_mask"], part["completion_ids"], part["completion_mask"], 1.0
+        )
+        loss, metrics = completion_loss(logprobs, part["loss_mask"])
+        weight = 0.0 if index is None else 1.0
+        if torch.is_grad_enabled():
+            (loss * (weight * world_size / divisor)).backward()  # times world_size: FSDP averages gradients over ranks
+        metrics["policy/entropy"] = torch.where(part["loss_mask"], entropies, 0.0).sum().detach()
+        metrics["num_tokens"] = part["loss_mask"].sum()
+        add_metrics(totals, {key: weight * value for key, value in metrics.items()})
+    return totals
+
+
+def add_metrics(totals, metrics):
+    """Add metrics to totals; where the key ends in _max, keep the larger."""
+    for key, value in metrics.items():
+        before = totals.get(key, 0.0 * value)
+        totals[key] = torch.maximum(before, value) if key.endswith("_max") else before + value
+
+
+# ---- plumbing: ranks, saving, resuming
+
+
+def init_ranks():
+    """Join the processes that torchrun started, if it did; return rank, world size and device."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    if dist.is_torchelastic_launched() and not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=2))
+    return (dist.get_rank(), dist.get_world_size(), device) if dist.is_initialized() else (0, 1, device)
+
+
+def all_reduce(values, op=dist.ReduceOp.SUM):
+    """Return a number, or a list of numbers, summed (or otherwise reduced) over ranks, in float64."""
+    values = torch.as_tensor(values, dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(values, op)
+    return values.tolist()
+
+
+def shard(policy, device):
+    """Shard parameters, gradients and optimizer state over the ranks (FSDP2), block by block."""
+    if dist.is_initialized():
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        for module in list(policy.modules()):
+            if type(module).__name__ in (policy.model._no_split_modules or ()):
+                fully_shard(module, mesh=mesh)
+        fully_shard(policy, mesh=mesh)
+    return policy
+
+
+def on_rank_0(function, *args):
+    """Call function on one rank, while the others wait."""
+    if not dist.is_initialized():
+        return function(*args)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        function(*args)
+    dist.barrier()
+
+
+def save(run_dir, policy, optimizer, tokenizer, step):
+    """Write state/<step>, which appears complete or not at all, remove older ones, then write checkpoint/."""
+    model_state, optimizer_state = get_state_dict(policy, optimizer)
+    state, unfinished = {"model": model_state, "optimizer": optimizer_state}, run_dir / "state" / "unfinished"
+    on_rank_0(shutil.rmtree, unfinished, True)
+    with warnings.catch_warnings(action="ignore"):  # that one process saves alone is meant
+        dcp.save(state, checkpoint_id=unfinished, no_dist=not dist.is_initialized())
+
+    def publish():
+        unfinished.rename(run_dir / "state" / f"{step:08d}")
+        for path in (run_dir / "state").iterdir():
+            if path.name != f"{step:08d}":
+                shutil.rmtree(path)
+
+    on_rank_0(publish)
+    save_checkpoint(run_dir, policy, tokenizer)
+
+
+def save_checkpoint(run_dir, policy, tokenizer):
+    """Write checkpoint/, a Hugging Face folder with the float32 parameters and the tokenizer."""
+    state = get_model_state_dict(policy, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+    def publish():
+        unfinished = run_dir / "checkpoint.unfinished"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        policy.model.save_pretrained(unfinished, state_dict={key.removeprefix("model."): state[key] for key in state})
+        tokenizer.save_pretrained(unfinished)
+        shutil.rmtree(run_dir / "checkpoint", ignore_errors=True)
+        unfinished.rename(run_dir / "checkpoint")
+
+    on_rank_0(publish)
+
+
+def load_state(run_dir, policy, optimizer):
+    """Load the newest complete state and return its step, or 0 if there is none."""
+    steps = sorted(path for path in (run_dir / "state").glob("*") if path.name.isdigit())
+    if not steps:
+        return 0
+    model_state, optimizer_state = get_state_dict(policy, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(state, checkpoint_id=steps[-1], no_dist=not dist.is_initialized())
+    set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    return int(steps[-1].name)
+
+
+def open_run(args, policy, optimizer, tokenizer):
+    """Make the run folder, or load the state of the run to resume and drop what was logged after it.
+
+    Returns the last step done, -1 where nothing was saved.
+    """
+    run_dir = Path(args.run_dir)
+    last_step = load_state(run_dir, policy, optimizer) or -1
+
+    def prepare():
+        (run_dir / "state").mkdir(parents=True, exist_ok=True)
+        write_whole(run_dir / "args.json", json.dumps({**asdict(args), "resume": None}, indent=2) + "\n")
+        for path in (run_dir / "metrics.jsonl", run_dir / "samples.jsonl"):
+            lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+            whole = [line for line in lines if line.endswith("\n")]  # the last may be half-written
+            write_whole(path, "".join(line for line in whole if json.loads(line)["step"] <= last_step))
+        if not (run_dir / "wandb_id").exists():
+            write_whole(run_dir / "wandb_id", secrets.token_hex(4))
+
+    on_rank_0(prepare)
+    if last_step > 0:
+        save_checkpoint(run_dir, policy, tokenizer)  # it may be older than the state
+    is_main = not dist.is_initialized() or dist.get_rank() == 0
+    wandb.init(
+        project=args.wandb_project,
+        name=run_dir.name,
+        id=(run_dir / "wandb_id").read_text(),
+        resume="allow",
+        dir=run_dir,
+        config=asdict(args),
+        mode=None if args.track and is_main else "disabled",
+    )
+    return last_step
+
+
+def write_whole(path, text):
+    """Write a file that a reader finds complete or not at all."""
+    path.with_suffix(".unfinished").write_text(text)
+    path.with_suffix(".unfinished").replace(path)
+
+
+def append_line(path, row):
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def catch_signals():
+    """Return a list that fills when Ctrl-C or SIGTERM asks to stop after this step; a second time stops at once."""
+    received = []
+
+    def request_stop(signum, frame):  # noqa: ARG001
+        received.append(signum)
+        signal.signal(signum, signal.SIG_DFL)
+        os.write(2, b"\nfinishing this step, then saving; once more to stop at once\n")
+
+    signal.signal(signal.SIGINT, request_stop)
+    signal.signal(signal.SIGTERM, request_stop)
+    return received
+
+
+def is_embedded(model):
+    """Is this models/tiny, or what one of these scripts made of it?"""
+    config = Path(model or HERE / "models" / "tiny") / "config.json"
+    return model is None or (config.is_file() and json.loads(config.read_text()).get("vocab_size", math.inf) < 100)
+
+
+def resolve_args(args):
+    """Return the settings of the run to resume, else args with the defaults of its model filled in."""
+    names = [field.name for field in fields(Args)]
+    if args.resume:
+        changed = [f.name for f in fields(Args) if getattr(args, f.name) != f.default]
+        changed = [name for name in changed if name not in ("resume", "num_steps")]
+        path = Path(args.resume) / "args.json"
+        if changed:
+            flags = ", ".join("--" + name.replace("_", "-") for name in changed)
+            raise SystemExit(f"--resume takes its settings from {path}: drop {flags}; only --num-steps may be given")
+        if not path.is_file():
+            raise SystemExit(f"--resume {args.resume}: not the folder of a run, it has no args.json")
+        saved = json.loads(path.read_text())
+        if sorted(saved) != sorted(names):
+            raise SystemExit(f"--resume {args.resume}: a run of another script or version")
+        num_steps = saved["num_steps"] if args.num_steps is None else args.num_steps
+        return Args(**{**saved, "resume": args.resume, "run_dir": args.resume, "num_steps": num_steps})
+    values = {name: getattr(args, name) for name in names}
+    for name, defaults in DEFAULTS.items():
+        values[name] = defaults[not is_embedded(args.model)] if values[name] is None else values[name]
+    values["dataset"] = args.dataset or str(HERE / "data" / "addition" / "sft.jsonl")
+    run_dir = [args.run_dir or f"runs/{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"]
+    if dist.is_initialized():
+        dist.broadcast_object_list(run_dir)  # the clocks of ranks differ
+    return Args(**{**values, "run_dir": run_dir[0]})
+
+
+def check_args(args, world_size):
+    """Exit with one line if the settings cannot work."""
+    for (
+        name
+    ) in "max_prompt_length max_completion_length minibatch_size microbatch_tokens eval_every save_every".split():
+        if getattr(args, name) < 1:
+            raise SystemExit(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
+    if args.minibatch_size % world_size:
+        raise SystemExit(f"--minibatch-size {args.minibatch_size} does not divide over {world_size} ranks")
+    if not args.resume and Path(args.run_dir).exists():
+        raise SystemExit(f"--run-dir {args.run_dir} exists: choose another, or go on with --resume {args.run_dir}")
+
+
+def pick_rows(rows, start, count, seed):
+    """Return places start to start + count of an endless sequence of passes over the rows, each in its own order."""
+    picked = []
+    for epoch in range(start // len(rows), (start + count - 1) // len(rows) + 1):
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch)).tolist()
+        first = epoch * len(rows)
+        picked += [rows[i] for i in order[max(start - first, 0) : start + count - first]]
+    return picked
+
+
+def reduce_metrics(metrics):
+    """Return metrics summed over ranks as numbers; where the key ends in _max, the maximum."""
+    sums = [key for key in sorted(metrics) if not key.endswith("_max")]
+    maxima = [key for key in sorted(metrics) if key.endswith("_max")]
+    reduced = dict(zip(sums, all_reduce([float(metrics[key]) for key in sums])))
+    return reduced | dict(zip(maxima, all_reduce([float(metrics[key]) for key in maxima], dist.ReduceOp.MAX)))
+
+
+def evaluate(policy, rows, pad_id, args, rank, world_size, device):
+    """Mean negative log-likelihood of the trained tokens of held-out rows."""
+    batch = collate(rows[rank::world_size] or rows[:1], pad_id, device)
+    share = torch.arange(len(rows[rank::world_size]), device=device)
+    with torch.no_grad():
+        totals = reduce_metrics(accumulate_gradients(policy, batch, share, 1.0, args))
+    loss = totals["loss/nll"] / totals["num_tokens"]
+    return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
+
+
+def print_summary(run_dir, args):
+    """Print what improved, how fast, where the checkpoint is and how to go on."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    evals = [line for line in lines if "eval/loss" in line]
+    last_step = lines[-1]["step"]
+    seconds = sum(line.get("perf/step_seconds", 0.0) for line in lines)
+    rate = last_step * args.minibatch_size / max(seconds, 1e-9)
+    print(f"\n{last_step} steps in {seconds:.0f} s: {last_step * args.minibatch_size} rows, {rate:.0f} a second")
+    if evals:
+        before, after = evals[0], evals[-1]
+        print(f"held-out loss   {before['eval/loss']:.4f} (step {before['step']}) -> ", end="")
+        print(f"{after['eval/loss']:.4f} nats a token (step {after['step']})")
+    print(f"checkpoint      {run_dir / 'checkpoint'}, which --model and from_pretrained load")
+    more = f" --num-steps {2 * args.num_steps}" if last_step >= args.num_steps else ""
+    print(f"to go on        python {Path(__file__).name} --resume {run_dir}{more}")
+
+
+def main(args):
+    rank, world_size, device = init_ranks()
+    args = resolve_args(args)
+    check_args(args, world_size)
+    run_dir = Path(args.run_dir)
+    model, tokenizer = load_model(args.model, device) if args.model else make_embedded_model(args.seed, device)
+    stop_ids = find_stop_ids(model, tokenizer)
+    pad_id = stop_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    train_rows, eval_rows, report = load_conversations(args, tokenizer, stop_ids)
+    check_model(
+        model, train_rows[0]["ids"][: train_rows[0]["start"]], args.max_prompt_length + args.max_completion_length
+    )
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    policy = shard(LogprobModel(model).train(), device)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.98), weight_decay=0.1)
+
+    last_step = open_run(args, policy, optimizer, tokenizer)
+    if rank == 0:
+        num_parameters = sum(parameter.numel() for parameter in policy.parameters())
+        print(f"{report}\n{run_dir}: {num_parameters / 1e6:.1f} M parameters on {world_size} x {device.type}")
+    stop_signals = catch_signals()
+    progress = tqdm(total=args.num_steps, initial=max(0, last_step), desc="sft", unit="step", disable=rank > 0)
+
+    for step in range(last_step + 1, args.num_steps + 1):  # step 0 only evaluates
+        metrics, started = {}, time.perf_counter()
+        if step > 0:
+            picked = pick_rows(train_rows, (step - 1) * args.minibatch_size, args.minibatch_size, args.seed)
+            batch = collate(picked[rank::world_size], pad_id, device)
+            divisor = sum(sum(row["trained"]) for row in picked)  # tokens of the whole optimizer step
+            optimizer.zero_grad()
+            rows = torch.arange(len(batch["lengths"]), device=device)
+            totals = reduce_metrics(accumulate_gradients(policy, batch, rows, divisor, args))
+            grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+            grad_norm = float(grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm)
+            if not math.isfinite(grad_norm):
+                raise SystemExit(f"step {step}: gradient norm {grad_norm}; the last good state is in {run_dir}")
+            decay = (step - args.warmup_steps) / max(1, args.num_steps - args.warmup_steps)
+            factor = 0.5 * (1 + math.cos(math.pi * max(0.0, decay)))
+            learning_rate = args.learning_rate * min(step / max(1, args.warmup_steps), factor)
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate
+            optimizer.step()
+            seconds = time.perf_counter() - started
+            metrics["loss/nll"] = totals["loss/nll"] / divisor
+            metrics["policy/entropy"] = totals["policy/entropy"] / divisor
+            metrics["optim/grad_norm"] = grad_norm
+            metrics["optim/learning_rate"] = learning_rate
+            metrics["perf/step_seconds"] = seconds
+            metrics["perf/train_tokens_per_second"] = divisor / seconds
+            peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+            metrics["perf/peak_memory_gib"] = (torch.cuda.max_memory_allocated() or peak_bytes) / 2**30
+
+        if eval_rows and (step % args.eval_every == 0 or step == args.num_steps):
+            mark = time.perf_counter()
+            metrics |= evaluate(policy, eval_rows, pad_id, args, rank, world_size, device)
+            metrics["perf/eval_seconds"] = time.perf_counter() - mark
+        if rank == 0:
+            append_line(run_dir / "metrics.jsonl", {"step": step, **metrics})
+            wandb.log(metrics, step=step)
+        if rank == 0 and step > 0:
+            progress.set_postfix(loss=f"{metrics['loss/nll']:.3f}", refresh=False)
+            progress.update()
+        stopping = all_reduce(len(stop_signals)) > 0
+        if step > 0 and (stopping or step == args.num_steps or step % args.save_every == 0):
+            save(run_dir, policy, optimizer, tokenizer, step)
+        if stopping:
+            break
+
+    progress.close()
+    wandb.finish()
+    if rank == 0:
+        print_summary(run_dir, args)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description="Supervised fine-tuning of a language model."))

@@ -1,0 +1,273 @@
+"""Files, folders and columns a data set may come in; the order of prompts; the embedded data set."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+import grpo
+
+ROOT = Path(grpo.__file__).parent
+ADDITION = ROOT / "data" / "addition"
+ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(1, 11)]
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
+    "{% if add_generation_prompt %}assistant{% endif %}"
+)
+
+
+@pytest.fixture(autouse=True)
+def cache_in_temporary_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.fixture
+def tokenizer():
+    return AutoTokenizer.from_pretrained(ROOT / "models" / "tiny")
+
+
+def word_tokenizer(chat_template):
+    """A tokenizer of words that puts a BOS in front of every text."""
+    words = "<bos> <unk> user assistant system be brief one two three four".split()
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    inner.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<bos>", unk_token="<unk>")
+    wrapped.chat_template = chat_template
+    return wrapped
+
+
+def write_rows(path, rows):
+    """Write rows in the format of the path's suffix."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".csv":
+        datasets.Dataset.from_list(rows).to_csv(path)
+    elif path.suffix == ".parquet":
+        datasets.Dataset.from_list(rows).to_parquet(path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def prompts_of(rows, column="prompt"):
+    return [row[column] for row in rows]
+
+
+# ---- files and folders
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl", ".csv", ".parquet"])
+def test_a_file_gives_its_last_rows_as_held_out(tmp_path, suffix):
+    dataset = write_rows(tmp_path / f"rows{suffix}", ROWS)
+    train, held_out = grpo.load_splits(dataset, 3)
+    assert prompts_of(train) == prompts_of(ROWS[:7])
+    assert prompts_of(held_out) == prompts_of(ROWS[7:])
+
+
+@pytest.mark.parametrize("split", ["test", "validation"])
+def test_a_folder_with_a_held_out_split(tmp_path, split):
+    write_rows(tmp_path / "data" / "train.jsonl", ROWS[:6])
+    write_rows(tmp_path / "data" / f"{split}.jsonl", ROWS[6:])
+    train, held_out = grpo.load_splits(str(tmp_path / "data"), 3)
+    assert prompts_of(train) == prompts_of(ROWS[:6])
+    assert prompts_of(held_out) == prompts_of(ROWS[6:9])
+
+
+def test_the_test_split_goes_before_the_validation_split(tmp_path):
+    for split, rows in (("train", ROWS[:4]), ("validation", ROWS[4:6]), ("test", ROWS[6:])):
+        write_rows(tmp_path / "data" / f"{split}.jsonl", rows)
+    assert prompts_of(grpo.load_splits(str(tmp_path / "data"), 9)[1]) == prompts_of(ROWS[6:])
+
+
+def write_hub_folder(folder, configs):
+    """A folder as a clone of a hub data set: its README.md names the configs and their files."""
+    lines = ["---", "configs:"]
+    for config in configs:
+        lines += [f"- config_name: {config}", "  data_files:"]
+        for split in ("train", "test"):
+            rows = [{"question": f"{config} {split} {i}", "answer": f"#### {i}"} for i in range(1, 5)]
+            write_rows(folder / config / f"{split}-00000.parquet", rows)
+            lines += [f"  - split: {split}", f"    path: {config}/{split}-*"]
+    (folder / "README.md").write_text("\n".join([*lines, "---", "# A data set"]))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "configs, suffix, expected",
+    [
+        (["main", "socratic"], "", "main"),
+        (["socratic", "default"], "", "default"),
+        (["socratic"], "", "socratic"),
+        (["main", "socratic"], ":socratic", "socratic"),
+    ],
+)
+def test_config_of_a_hub_folder(tmp_path, configs, suffix, expected):
+    dataset = write_hub_folder(tmp_path / "hub", configs) + suffix
+    train, held_out = grpo.load_splits(dataset, 2)
+    assert prompts_of(train, "question") == [f"{expected} train {i}" for i in range(1, 5)]
+    assert prompts_of(held_out, "question") == [f"{expected} test {i}" for i in range(1, 3)]
+
+
+@pytest.mark.parametrize("suffix", ["", ":unknown"])
+def test_a_config_that_cannot_be_chosen_exits_with_the_list(tmp_path, suffix):
+    dataset = write_hub_folder(tmp_path / "hub", ["algebra", "geometry"]) + suffix
+    with pytest.raises(SystemExit, match="algebra, geometry"):
+        grpo.load_splits(dataset, 2)
+
+
+def test_too_few_rows_to_hold_some_out(tmp_path):
+    with pytest.raises(SystemExit, match="10 training rows.*--eval-prompts 10"):
+        grpo.load_splits(write_rows(tmp_path / "rows.jsonl", ROWS), 10)
+
+
+@pytest.mark.xfail(strict=True, raises=IndexError, reason="nothing to hold out is not handled")
+def test_nothing_held_out(tmp_path):
+    train, held_out = grpo.load_splits(write_rows(tmp_path / "rows.jsonl", ROWS), 0)
+    assert (len(train), len(held_out)) == (10, 0)
+
+
+# ---- columns and rows
+
+
+@pytest.mark.parametrize("prompt_column", ["prompt", "question", "problem"])
+@pytest.mark.parametrize("answer_column", ["answer", "solution", "ground_truth"])
+def test_names_of_columns(tmp_path, tokenizer, prompt_column, answer_column):
+    rows = [{"id": 1, prompt_column: row["prompt"], answer_column: row["answer"]} for row in ROWS]
+    train, held_out, _ = grpo.load_prompts(write_rows(tmp_path / "rows.jsonl", rows), tokenizer, "", 32, 3)
+    assert prompts_of(train + held_out) == prompts_of(ROWS)
+    assert prompts_of(train + held_out, "answer") == prompts_of(ROWS, "answer")
+    assert tokenizer.decode(train[0]["prompt_ids"]) == "<|user|>1+1=<|assistant|>"
+
+
+def test_gsm8k_rows(tmp_path, tokenizer):
+    rows = [json.loads(line) for line in (ROOT / "tests" / "data" / "gsm8k_20.jsonl").read_text().splitlines()]
+    train, held_out, report = grpo.load_prompts(write_rows(tmp_path / "r.jsonl", rows), tokenizer, "", 2000, 5)
+    assert (len(train), len(held_out)) == (15, 5) and report.count("0 answers cannot be parsed") == 2
+    for row, prompt in zip(rows, train + held_out):
+        assert (prompt["prompt"], prompt["answer"]) == (row["question"], row["answer"])
+        assert grpo.reward_fn("#### " + row["answer"].rpartition("#### ")[2], prompt["answer"]) == 1.0
+
+
+@pytest.mark.parametrize("answer", [72, 72.5, -3, pytest.param(0, marks=pytest.mark.xfail(strict=True))])
+def test_numbers_as_answers(tmp_path, tokenizer, answer):
+    rows = [{"prompt": "1+1=", "answer": answer}] * 4
+    train, _, _ = grpo.load_prompts(write_rows(tmp_path / "rows.json", rows), tokenizer, "", 32, 1)
+    assert [grpo.reward_fn(f"\\boxed{{{answer}}}", prompt["answer"]) for prompt in train] == [1.0] * 3
+
+
+def test_empty_prompts_and_answers_are_dropped_and_counted(tmp_path, tokenizer):
+    bad = [{"prompt": "", "answer": "1"}, {"prompt": None, "answer": "1"}]
+    bad += [{"prompt": "1+1=", "answer": answer} for answer in ("", None, "  ")]
+    train, held_out, report = grpo.load_prompts(write_rows(tmp_path / "rows.jsonl", bad + ROWS), tokenizer, "", 32, 3)
+    assert prompts_of(train + held_out) == prompts_of(ROWS)
+    assert "7 training prompts; dropped: 0 longer than 32 tokens, 5 without prompt or answer" in report
+    assert "3 held-out prompts; dropped: 0 longer than 32 tokens, 0 without prompt or answer" in report
+
+
+def test_long_prompts_are_dropped_and_counted(tmp_path, tokenizer):
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "11+1=", "answer": "12"}] * 3  # 6 and 7 tokens
+    dataset = write_rows(tmp_path / "rows.jsonl", rows)
+    train, held_out, report = grpo.load_prompts(dataset, tokenizer, "", 6, 2)
+    assert prompts_of(train) == ["1+1="] * 2 and prompts_of(held_out) == ["1+1="]
+    assert "2 training prompts; dropped: 2 longer than 6 tokens, 0 without" in report
+    assert "1 held-out prompts; dropped: 1 longer than 6 tokens, 0 without" in report
+
+
+def test_answers_compared_as_text_are_counted(tmp_path, tokenizer):
+    rows = [{"prompt": "1+1=", "answer": answer} for answer in ("blue", "2", "x+1", "3")]
+    _, _, report = grpo.load_prompts(write_rows(tmp_path / "rows.jsonl", rows), tokenizer, "", 32, 1)
+    assert "2 answers cannot be parsed as numbers" in report and "0 answers cannot be parsed as numbers" in report
+
+
+def test_unknown_columns_are_named(tmp_path, tokenizer):
+    dataset = write_rows(tmp_path / "rows.jsonl", [{"input": "1", "target": "2"}] * 4)
+    with pytest.raises(SystemExit, match="found input, target"):
+        grpo.load_prompts(dataset, tokenizer, "", 32, 1)
+
+
+# ---- chat templates
+
+USER, SYSTEM = {"role": "user", "content": "one two"}, {"role": "system", "content": "be three"}
+
+
+@pytest.mark.parametrize(
+    "prompt, system_prompt, expected",
+    [
+        ("one two", "", "<bos> user one two assistant"),
+        ("one two", "be brief", "<bos> system be brief user one two assistant"),
+        ([USER], "", "<bos> user one two assistant"),
+        ([USER], "be brief", "<bos> system be brief user one two assistant"),
+        ([SYSTEM, USER], "be brief", "<bos> system be three user one two assistant"),
+        (
+            [USER, {"role": "assistant", "content": "three"}, {"role": "user", "content": "four"}],
+            "",
+            "<bos> user one two assistant three user four assistant",
+        ),
+    ],
+)
+def test_prompts_with_a_chat_template_have_one_bos_and_one_system_message(tmp_path, prompt, system_prompt, expected):
+    tokenizer = word_tokenizer(TEMPLATE)
+    dataset = write_rows(tmp_path / "rows.jsonl", [{"prompt": prompt, "answer": "1"}] * 3)
+    train, _, _ = grpo.load_prompts(dataset, tokenizer, system_prompt, 32, 1)
+    assert " ".join(tokenizer.convert_ids_to_tokens(train[0]["prompt_ids"])) == expected
+
+
+@pytest.mark.parametrize("system_prompt, expected", [("", "<bos> one two"), ("be brief", "<bos> be brief one two")])
+def test_a_tokenizer_without_template_gets_the_bare_prompt(system_prompt, expected):
+    tokenizer = word_tokenizer(None)
+    ids = grpo.encode_prompt(tokenizer, "one two", system_prompt)
+    assert " ".join(tokenizer.convert_ids_to_tokens(ids)) == expected
+
+
+# ---- the order of prompts
+
+
+def test_a_pass_covers_every_row_once():
+    rows = list(range(37))
+    passes = [grpo.pick_rows(rows, 37 * epoch, 37, 1) for epoch in range(3)]
+    assert all(sorted(each) == rows for each in passes)
+    assert passes[0] != passes[1] != passes[2] != rows
+    assert grpo.pick_rows(rows, 0, 37, 2) != passes[0]
+    assert grpo.pick_rows(rows, 0, 37, 1) == passes[0]
+
+
+@pytest.mark.parametrize("start, count", [(0, 1), (0, 7), (3, 4), (5, 4), (6, 1), (6, 2), (7, 7), (9, 30), (34, 1)])
+def test_any_window_is_a_slice_of_the_whole_sequence(start, count):
+    rows = list("abcdefg")
+    sequence = [row for epoch in range(8) for row in grpo.pick_rows(rows, 7 * epoch, 7, 5)]
+    assert grpo.pick_rows(rows, start, count, 5) == sequence[start : start + count]
+
+
+def test_more_rows_than_there_are():
+    assert sorted(grpo.pick_rows([1, 2, 3], 0, 6, 1)) == [1, 1, 2, 2, 3, 3]
+
+
+# ---- the embedded data set
+
+
+def test_make_rebuilds_the_embedded_data_set_byte_for_byte(tmp_path):
+    subprocess.run([sys.executable, ADDITION / "make.py", tmp_path], check=True)
+    for name in ("sft.jsonl", "train.jsonl", "test.jsonl"):
+        assert (tmp_path / name).read_bytes() == (ADDITION / name).read_bytes()
+
+
+def test_embedded_prompts_are_all_different_and_their_answers_right():
+    names = {"train.jsonl": 4096, "test.jsonl": 512, "sft.jsonl": 20000}
+    rows = [json.loads(line) for name in names for line in (ADDITION / name).read_text().splitlines()]
+    assert len(rows) == sum(names.values()) == len({row["prompt"] for row in rows})
+    for row in rows:
+        answer = str(sum(map(int, row["prompt"].removesuffix("=").split("+"))))
+        assert row["answer"] == answer if "answer" in row else grpo.reward_fn(row["completion"], answer) == 1.0
+
+
+def test_the_embedded_data_set_loads_whole(tokenizer):
+    train, held_out, report = grpo.load_prompts(str(ADDITION), tokenizer, "", 32, 512)
+    assert (len(train), len(held_out)) == (4096, 512)
+    assert report.count("dropped: 0 longer than 32 tokens, 0 without prompt or answer") == 2

@@ -1,0 +1,333 @@
+"""Gradients of the script's own functions against exact ones, over every completion of a tiny model."""
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import PAD_ID, build_model, make_args, make_batch, pad_right, relative_error
+from two_ranks import ARGS, CASES, SHARES, run, take
+
+import grpo
+
+STOP_ID, VOCAB_SIZE, MAX_LENGTH, TEMPERATURE = 1, 5, 3, 0.7
+PROMPTS = [[2, 3], [4, STOP_ID, PAD_ID, 2]]
+
+
+def complete(prefix=()):
+    """Every completion: any id may be sampled, the pad id too, up to the stop id or the greatest length."""
+    for token in range(VOCAB_SIZE):
+        completion = [*prefix, token]
+        yield from [completion] if token == STOP_ID or len(completion) == MAX_LENGTH else complete(completion)
+
+
+COMPLETIONS = list(complete())
+
+
+def exact_logprobs(model):
+    """Log-probabilities of every token (R, T) and of every id in its place (R, T, V), from plain logits.
+
+    R rows are every completion of every prompt; there is no padding but what a causal model does not see.
+    """
+    completion_ids, _ = pad_right(COMPLETIONS, MAX_LENGTH)
+    distributions = []
+    for prompt in PROMPTS:
+        ids = torch.cat([torch.tensor([prompt] * len(COMPLETIONS)), completion_ids], 1)
+        logprobs = (model(ids).logits / TEMPERATURE).log_softmax(-1)
+        distributions.append(logprobs[:, len(prompt) - 1 : -1])
+    distributions = torch.cat(distributions)
+    completion_ids = completion_ids.repeat(len(PROMPTS), 1)
+    return distributions.gather(2, completion_ids.unsqueeze(2)).squeeze(2), distributions
+
+
+def gradient_of(model, objective):
+    gradients = torch.autograd.grad(objective, list(model.parameters()), retain_graph=True)
+    return torch.cat([gradient.flatten() for gradient in gradients])
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build_model("llama", vocab_size=VOCAB_SIZE)
+
+
+@pytest.fixture(scope="module")
+def rows(model):
+    """Every completion of every prompt, padded as in a rollout, with its exact probability (with graph) and reward."""
+    prompts = [prompt for prompt in PROMPTS for _ in COMPLETIONS]
+    completions = COMPLETIONS * len(PROMPTS)
+    inputs = *grpo.pad_left(prompts, PAD_ID, "cpu"), *pad_right(completions, MAX_LENGTH)
+    logprobs, distributions = exact_logprobs(model)
+    probabilities = (logprobs * inputs[3]).sum(1).exp()
+    rewards = torch.tensor([(sum(c) + len(c) + p[0]) % 3 for p, c in zip(prompts, completions)]).double()
+    mean_rewards = (probabilities.detach() * rewards).view(len(PROMPTS), -1).sum(1)
+    return {
+        "inputs": inputs,
+        "mask": inputs[3],
+        "lengths": inputs[3].sum(1),
+        "logprobs": logprobs,
+        "distributions": distributions,
+        "probabilities": probabilities,
+        "rewards": rewards,
+        "advantages": rewards - mean_rewards.repeat_interleave(len(COMPLETIONS)),
+    }
+
+
+def policy_gradient_error(model, rows, objective, temperature=TEMPERATURE, mask=None, shift=0, scale=1.0):
+    """Relative error of the mean over completions of the gradient of policy_loss at ratio 1; by default used rightly.
+
+    Against the exact gradient of eq. 3, or, with the division by |o| undone, that of the expected reward.
+    """
+    if objective == "paper":
+        advantages = rows["advantages"]
+        exact = gradient_of(model, (rows["probabilities"] * rows["advantages"] / rows["lengths"]).sum())
+    else:
+        advantages = rows["advantages"] * rows["lengths"]
+        exact = gradient_of(model, (rows["probabilities"] * rows["rewards"]).sum())
+    logprobs, _ = grpo.token_logprobs(model, *rows["inputs"], temperature)
+    logprobs = logprobs.roll(shift, 1)
+    mask = rows["mask"] if mask is None else mask
+    # The loss is proportional to positive factors of the advantages: probabilities may stand there.
+    advantages = advantages * rows["probabilities"].detach() * scale
+    loss, _ = grpo.policy_loss(logprobs, logprobs.detach(), None, advantages, mask, 0.2, 0.0)
+    return relative_error(gradient_of(model, loss), -exact)
+
+
+# ---- exact gradients
+
+
+def test_probabilities_of_all_completions_sum_to_1(rows):
+    sums = rows["probabilities"].view(len(PROMPTS), -1).sum(1)
+    torch.testing.assert_close(sums, torch.ones(len(PROMPTS)).double(), rtol=1e-12, atol=0)
+
+
+def test_generate_pads_and_masks_as_enumerated(model, rows):
+    torch.manual_seed(0)
+    prompt_ids, prompt_mask, *completions = rows["inputs"]
+    enumerated = {str(row) for row in torch.cat(completions, 1).tolist()}
+    sampled = grpo.generate(model, prompt_ids, prompt_mask, MAX_LENGTH, TEMPERATURE, [STOP_ID], PAD_ID)
+    sampled = {str(row) for row in torch.cat(sampled, 1).tolist()}
+    assert sampled <= enumerated and len(sampled) > 10
+
+
+@pytest.mark.parametrize("objective", ["paper", "expected reward"])
+def test_expected_gradient_is_exact(model, rows, objective):
+    assert policy_gradient_error(model, rows, objective) < 1e-9
+
+
+WRONG = {
+    "stop token masked out": lambda ids, mask: {"mask": mask * (ids != STOP_ID)},
+    "masked by token id": lambda ids, mask: {"mask": mask * (ids != PAD_ID)},
+    "another temperature": lambda ids, mask: {"temperature": 1.0},  # noqa: ARG005
+    "shifted by one": lambda ids, mask: {"shift": 1},  # noqa: ARG005
+    "mean over the padded width": lambda ids, mask: {"scale": mask.sum(1) / ids.shape[1]},
+}
+
+
+@pytest.mark.parametrize("objective", ["paper", "expected reward"])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_gradients_are_told_apart(model, rows, objective, wrong):
+    assert policy_gradient_error(model, rows, objective, **WRONG[wrong](*rows["inputs"][2:])) > 1e-3
+
+
+def test_division_by_length_is_not_the_gradient_of_the_reward(model, rows):
+    """Which is why the exact gradient of the reward above undoes it."""
+    assert policy_gradient_error(model, rows, "expected reward", scale=1 / rows["lengths"]) > 1e-3
+
+
+def test_expected_gradient_of_groups_of_two_is_exact(model, rows):
+    """Over all pairs of completions: an advantage is d/2 / (|d| / √2 + 1e-4), with d the difference of rewards."""
+    probabilities = rows["probabilities"].view(len(PROMPTS), -1)
+    rewards = rows["rewards"].view(len(PROMPTS), -1)
+    difference = rewards[:, :, None] - rewards[:, None]  # (prompts, N, N)
+    advantages = difference / 2 / (difference.abs() / 2**0.5 + 1e-4)
+    mean_advantages = (probabilities.detach()[:, None] * advantages).sum(2)  # (prompts, N), over the other completion
+    lengths = rows["lengths"].view(len(PROMPTS), -1)
+    exact = gradient_of(model, 2 * (probabilities * mean_advantages / lengths).sum())
+
+    places = torch.arange(rewards.numel()).view(len(PROMPTS), -1).tolist()
+    pairs = torch.tensor([pair for share in places for pair in itertools.product(share, share)])  # (pairs, 2)
+    weights = rows["probabilities"].detach()[pairs].prod(1).repeat_interleave(2)
+    pairs = pairs.view(-1)
+    logprobs = grpo.token_logprobs(model, *rows["inputs"], TEMPERATURE)[0][pairs]
+    advantages = weights * grpo.compute_advantages(rows["rewards"][pairs], 2)
+    loss, _ = grpo.policy_loss(logprobs, logprobs.detach(), None, advantages, rows["mask"][pairs], 0.2, 0.0)
+    assert relative_error(gradient_of(model, loss), -exact) < 1e-9
+
+
+# ---- the exact gradient of the KL term
+
+
+@pytest.fixture(scope="module")
+def ref():
+    model = build_model("llama", vocab_size=VOCAB_SIZE)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return model
+
+
+def mean_kl_term(model, ref, rows, scale):
+    """Mean over completions, times scale, of the KL term of policy_loss."""
+    logprobs, _ = grpo.token_logprobs(model, *rows["inputs"], TEMPERATURE)
+    ref_logprobs = grpo.token_logprobs(ref, *rows["inputs"], TEMPERATURE)[0].detach()
+    terms = []
+    for row in range(len(logprobs)):
+        new, ref_row, mask = (x[row : row + 1] for x in (logprobs, ref_logprobs, rows["mask"]))
+        terms.append(grpo.policy_loss(new, new.detach(), ref_row, new.new_zeros(1), mask, 0.2, 1.0)[0])
+    return (rows["probabilities"].detach() * scale * torch.stack(terms)).sum()
+
+
+def test_expected_gradient_of_the_kl_term_is_exact(model, ref, rows):
+    """Sampling fixed, the derivative of k3 to log π is 1 - ρ, and a completion has the mean over its tokens."""
+    rho = (exact_logprobs(ref)[0] - rows["logprobs"]).exp().detach()
+    terms = ((1 - rho) * rows["logprobs"] * rows["mask"]).sum(1) / rows["lengths"]
+    exact = gradient_of(model, (rows["probabilities"].detach() * terms).sum())
+    assert relative_error(gradient_of(model, mean_kl_term(model, ref, rows, 1.0)), exact) < 1e-9
+
+
+def test_kl_term_by_whole_distributions(model, ref, rows):
+    """Summed over tokens, k3 has the mean of KL(π || ref) and the gradient of KL(ref || π), after every prefix."""
+    p, q = rows["distributions"], exact_logprobs(ref)[1].detach()
+    weights = rows["probabilities"].detach()[:, None] * rows["mask"]
+    kl = (weights * (p.exp() * (p - q)).sum(2)).sum()
+    reverse_kl = (weights * (q.exp() * (q - p)).sum(2)).sum()
+    term = mean_kl_term(model, ref, rows, rows["lengths"])
+    assert kl > 0.1
+    torch.testing.assert_close(term, kl, rtol=1e-9, atol=0)
+    assert relative_error(gradient_of(model, term), gradient_of(model, reverse_kl)) < 1e-9
+    assert relative_error(gradient_of(model, term), gradient_of(model, kl)) > 1e-3
+
+
+# ---- gradients that are accumulated, whatever the microbatches, padding and order
+
+
+def accumulate(policy, batch, rows=range(8), **settings):
+    """Gradient and metrics of one optimizer step over these rows."""
+    rows = torch.tensor([*rows], dtype=torch.long)
+    policy.zero_grad()
+    metrics = grpo.accumulate_gradients(policy, batch, rows, 8, False, make_args(**settings))
+    return torch.cat([parameter.grad.flatten() for parameter in policy.parameters()]), metrics
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return grpo.LogprobModel(build_model("llama")).train()
+
+
+@pytest.fixture(scope="module")
+def batch(policy):
+    return make_batch(policy.model)
+
+
+@pytest.fixture(scope="module")
+def whole(policy, batch):
+    """Gradient and metrics of all rows in one microbatch."""
+    return accumulate(policy, batch)
+
+
+def test_accumulated_gradient_is_that_of_the_mean_loss(policy, batch, whole):
+    inputs = [batch[key] for key in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")]
+    logprobs, entropies = grpo.token_logprobs(policy.model, *inputs, 0.7)
+    names = ("old_logprobs", "ref_logprobs", "advantages", "completion_mask")
+    loss, metrics = grpo.policy_loss(logprobs, *(batch[name] for name in names), 0.2, 0.04)
+    assert relative_error(whole[0], gradient_of(policy, loss / 8)) < 1e-12
+    counts = {"policy/entropy": entropies.sum(), "num_tokens": batch["completion_mask"].sum()}
+    torch.testing.assert_close(whole[1], {**metrics, **counts}, check_dtype=False)
+
+
+@pytest.mark.parametrize("budget, count", [(1, 8), (20, 4), (60, 2)])
+def test_microbatches_change_neither_gradient_nor_metrics(policy, batch, whole, budget, count):
+    assert len(grpo.microbatches(batch["lengths"], budget)) == count
+    gradient, metrics = accumulate(policy, batch, microbatch_tokens=budget)
+    assert relative_error(gradient, whole[0]) < 1e-9
+    torch.testing.assert_close(metrics, whole[1], rtol=1e-9, atol=0)
+
+
+def test_gradients_of_parts_add_up(policy, batch, whole):
+    parts = [accumulate(policy, batch, rows)[0] for rows in ([0, 3, 5], [7, 1], [2, 4, 6])]
+    assert relative_error(sum(parts), whole[0]) < 1e-9
+
+
+def test_order_of_rows_does_not_matter(policy, batch, whole):
+    order = torch.tensor([5, 2, 7, 0, 3, 6, 1, 4])
+    assert relative_error(accumulate(policy, batch, order, microbatch_tokens=30)[0], whole[0]) < 1e-9
+    permuted = {key: value[order] for key, value in batch.items()}
+    assert relative_error(accumulate(policy, permuted)[0], whole[0]) < 1e-9
+
+
+def test_padding_of_the_batch_does_not_matter(policy, batch, whole):
+    padded = dict(batch)
+    for key, filling in (("prompt_ids", 7), ("prompt_mask", 0)):
+        padded[key] = torch.cat([torch.full((8, 3), filling), batch[key]], 1)
+    for key, filling in (("completion_ids", 7), ("completion_mask", 0), ("old_logprobs", 9.0), ("ref_logprobs", 9.0)):
+        padded[key] = torch.cat([batch[key], torch.full((8, 4), filling, dtype=batch[key].dtype)], 1)
+    gradient, metrics = accumulate(policy, padded)
+    assert relative_error(gradient, whole[0]) < 1e-9
+    torch.testing.assert_close(metrics, whole[1], rtol=1e-9, atol=0)
+
+
+def test_rows_of_advantage_0_may_be_dropped_without_kl_term(policy, batch):
+    live = batch["advantages"].nonzero().squeeze(1)
+    assert len(live) == 6
+    kept, dropped = accumulate(policy, batch, kl_coef=0.0), accumulate(policy, batch, live, kl_coef=0.0)
+    assert relative_error(dropped[0], kept[0]) < 1e-9
+
+
+def test_no_live_rows_give_zero_gradient_and_metrics(policy, batch):
+    gradient, metrics = accumulate(policy, batch, [])
+    assert (gradient == 0).all() and all(value == 0 for value in metrics.values())
+
+
+def test_batch_stays_as_it_is(policy, batch):
+    before = {key: value.clone() for key, value in batch.items()}
+    accumulate(policy, batch, microbatch_tokens=20)
+    grpo.lookup_logprobs(policy, batch, torch.arange(8), 20, 0.7)
+    assert batch.keys() == before.keys() and all(torch.equal(batch[key], value) for key, value in before.items())
+
+
+# ---- two processes
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What two_ranks.py finds on each of two ranks."""
+    folder, tests = tmp_path_factory.mktemp("two_ranks"), Path(__file__).parent
+    path = os.pathsep.join([str(tests), str(tests.parent)])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, str(tests / "two_ranks.py"), str(folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
+
+
+def test_ranks_of_the_cases_differ():
+    """In widths, in numbers of microbatches, and once one of them has no row at all."""
+    batch = make_batch(build_model("llama"))
+    widths = [{key: value.shape[-1] for key, value in take(batch, share).items()} for share in SHARES]
+    assert widths[0]["prompt_ids"] != widths[1]["prompt_ids"]
+    assert widths[0]["completion_ids"] != widths[1]["completion_ids"]
+    counts = [len(grpo.microbatches(batch["lengths"][share], ARGS.microbatch_tokens)) for share in SHARES]
+    assert counts[0] != counts[1]
+    assert not set(CASES["one rank idle"][1]) & set(SHARES[1])
+
+
+@pytest.mark.parametrize("name, tolerance", [("different lengths", 1e-9), ("one rank idle", 1e-9), ("float32", 1e-5)])
+def test_two_ranks_have_the_gradient_and_metrics_of_one(results, name, tolerance):
+    alone = run(*CASES[name])
+    for rank in results:
+        assert relative_error(rank[name]["gradient"], alone["gradient"]) < tolerance
+        assert rank[name]["metrics"] == pytest.approx(alone["metrics"], rel=tolerance)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_look_up_the_log_probabilities_of_one(results, name):
+    alone = run(*CASES[name])["logprobs"]
+    for rank, share in zip(results, SHARES):
+        found = rank[name]["logprobs"]
+        expected = alone[share][:, : found.shape[1]]
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, check_dtype=False)

@@ -1,0 +1,149 @@
+"""A run that is killed and resumed equals one that never was: real processes, real kill -9."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parent.parent
+GRPO = (
+    "--num-steps 6 --prompts-per-step 4 --group-size 4 --minibatch-size 8 --max-completion-length 32 --eval-prompts 8 "
+    "--eval-every 3 --save-every 2 --warmup-steps 2 --seed 3"
+).split()
+SFT = (
+    "--num-steps 6 --minibatch-size 8 --eval-prompts 8 --eval-every 3 --save-every 2 --warmup-steps 2 --seed 3".split()
+)
+
+# Each kills its own process with SIGKILL at one exact moment.
+KILLS = {
+    "state complete, checkpoint not yet written": """
+def killed(*args):
+    os.kill(os.getpid(), 9)
+script.save_checkpoint = killed
+""",
+    "state written, but not yet published": """
+save = script.dcp.save
+def killed(*args, **kwargs):
+    save(*args, **kwargs)
+    os.kill(os.getpid(), 9)
+script.dcp.save = killed
+""",
+    "in the first step after a save": """
+accumulate, calls = script.accumulate_gradients, []
+def killed(*args):
+    calls.append(args)
+    if len(calls) == KILL_AT_CALL:
+        os.kill(os.getpid(), 9)
+    return accumulate(*args)
+script.accumulate_gradients = killed
+""",
+}
+
+
+def start(script, flags, kill="", launcher=(), **kwargs):
+    code = f"import os, sys, tyro\nimport {script} as script\n{kill}\nscript.main(tyro.cli(script.Args))"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    command = [sys.executable, *launcher, *([str(ROOT / f"{script}.py")] if launcher else ["-c", code]), *flags]
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **kwargs
+    )
+
+
+def finish(process, expected=0):
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == expected, output
+    return output
+
+
+def logged(run, name="metrics.jsonl"):
+    lines = [json.loads(line) for line in (run / name).read_text().splitlines()]
+    return [{key: value for key, value in line.items() if not key.startswith("perf/")} for line in lines]
+
+
+def assert_same_run(run, reference):
+    assert logged(run) == logged(reference)
+    if (reference / "samples.jsonl").exists():
+        assert logged(run, "samples.jsonl") == logged(reference, "samples.jsonl")
+    weights, expected = (load_file(r / "checkpoint" / "model.safetensors") for r in (run, reference))
+    assert weights.keys() == expected.keys()
+    assert all(weights[name].equal(expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(("script", "flags", "calls_a_step"), [("grpo", GRPO, 2), ("sft", SFT, 1)])
+def test_killed_and_resumed_run_is_bit_identical(script, flags, calls_a_step, tmp_path):
+    reference = start(script, [*flags, "--run-dir", f"{tmp_path}/reference"])
+    run = tmp_path / "run"
+    kills = list(KILLS.values())
+    finish(start(script, [*flags, "--run-dir", str(run)], kills[0]), -signal.SIGKILL)
+    assert [path.name for path in (run / "state").iterdir()] == ["00000002"]
+    assert not (run / "checkpoint").exists()
+    finish(start(script, ["--resume", str(run)], kills[1]), -signal.SIGKILL)
+    assert sorted(path.name for path in (run / "state").iterdir()) == ["00000002", "unfinished"]
+    assert (run / "checkpoint").exists()  # resuming wrote the one that was missing
+    kill = kills[2].replace("KILL_AT_CALL", str(2 * calls_a_step + calls_a_step))
+    finish(start(script, ["--resume", str(run)], kill), -signal.SIGKILL)
+    assert logged(run)[-1]["step"] == 4
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "reward/mean": 0.')  # a line the kill cut short
+    assert "--resume" in finish(start(script, ["--resume", str(run)]))
+    finish(reference)
+    assert_same_run(run, tmp_path / "reference")
+
+
+def wait_for_step(run, step, process):
+    for _ in range(1200):
+        if (run / "metrics.jsonl").exists() and any(line["step"] >= step for line in logged(run)):
+            return
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.1)
+    raise AssertionError("no step was logged in two minutes")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_signal_finishes_the_step_saves_and_prints_how_to_resume(signum, tmp_path):
+    run = tmp_path / "run"
+    process = start("grpo", [*GRPO, "--run-dir", str(run), "--num-steps", "500", "--save-every", "500"])
+    wait_for_step(run, 1, process)
+    process.send_signal(signum)
+    assert f"--resume {run}" in finish(process)
+    last_step = logged(run)[-1]["step"]
+    assert last_step < 500
+    assert [int(path.name) for path in (run / "state").iterdir()] == [last_step]
+    assert (run / "checkpoint" / "model.safetensors").exists()
+
+
+def test_resume_extends_a_finished_run(tmp_path):
+    reference = start("grpo", [*GRPO, "--run-dir", f"{tmp_path}/reference", "--num-steps", "4"])
+    run = tmp_path / "run"
+    finish(start("grpo", [*GRPO, "--run-dir", str(run), "--num-steps", "2"]))
+    finish(start("grpo", ["--resume", str(run), "--num-steps", "4"]))
+    finish(reference)
+    assert logged(run, "samples.jsonl") == logged(tmp_path / "reference", "samples.jsonl")
+    assert json.loads((run / "args.json").read_text())["num_steps"] == 4
+
+
+@pytest.mark.parametrize(("script", "flags"), [("grpo", GRPO), ("sft", SFT)])
+def test_two_ranks_resume_after_a_kill(script, flags, tmp_path):
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    reference, run = tmp_path / "reference", tmp_path / "run"
+    finish(start(script, [*flags, "--run-dir", str(reference), "--num-steps", "4"], launcher=torchrun))
+    process = start(
+        script, [*flags, "--run-dir", str(run), "--num-steps", "500"], launcher=torchrun, start_new_session=True
+    )
+    wait_for_step(run, 3, process)
+    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    for pid in [process.pid, *map(int, children)]:
+        os.kill(pid, signal.SIGKILL)
+    process.communicate()
+    last_state = max(int(path.name) for path in (run / "state").iterdir() if path.name.isdigit())
+    finish(start(script, ["--resume", str(run), "--num-steps", str(max(4, last_state + 1))], launcher=torchrun))
+    compared = [line for line in logged(run) if line["step"] <= 4 and line["step"] > 0]
+    for line, expected in zip(compared, logged(reference)[1:]):
+        assert line["step"] == expected["step"]
+        assert line["optim/grad_norm"] == pytest.approx(expected["optim/grad_norm"], rel=1e-5)

@@ -1,0 +1,273 @@
+"""Sampling: the distribution, stopping, padding, and agreement with plain forward passes."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import grpo
+
+TINY = Path(grpo.__file__).parent / "models" / "tiny"
+PAD, STOP = 0, 5  # of the tokenizer in models/tiny
+
+
+def make_model(kind="llama", vocab_size=29, **settings):
+    """A random model whose next-token distributions are far from uniform."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": vocab_size, "bos_token_id": None, "eos_token_id": STOP, "pad_token_id": PAD, **settings}
+    if kind == "gpt2":
+        config = GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=128, initializer_range=0.3, **sizes)
+        return GPT2LMHeadModel(config).eval()
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.25,
+        **sizes,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def load_tokenizer():
+    return AutoTokenizer.from_pretrained(TINY)
+
+
+def plain_greedy(model, prompt, max_completion_length, stop_ids):
+    """Greedy decoding without padding, batch or cache."""
+    ids = list(prompt)
+    for _ in range(max_completion_length):
+        with torch.no_grad():
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        if ids[-1] in stop_ids:
+            break
+    return ids[len(prompt) :]
+
+
+def generate_lists(model, prompts, max_completion_length, temperature=0.0, stop_ids=(STOP,)):
+    """Completions up to the end of their mask, as lists."""
+    ids, mask = grpo.pad_left(prompts, PAD, "cpu")
+    completion_ids, completion_mask = grpo.generate(
+        model, ids, mask, max_completion_length, temperature, list(stop_ids), PAD
+    )
+    return [row[:length] for row, length in zip(completion_ids.tolist(), completion_mask.sum(1).tolist())]
+
+
+def random_prompts(count, low, high, vocab_size=29):
+    draw = torch.Generator().manual_seed(7)
+    lengths = torch.randint(low, high + 1, (count,), generator=draw).tolist()
+    return [torch.randint(6, vocab_size, (length,), generator=draw).tolist() for length in lengths]
+
+
+def chi_squared_p(counts, probabilities):
+    """Probability of counts at least this far from expectation; cells expected less than 5 times count as one."""
+    expected = probabilities.double() * counts.sum()
+    rare = expected < 5
+    counts = torch.cat([counts[~rare].double(), counts[rare].sum().view(1).double()])
+    expected = torch.cat([expected[~rare], expected[rare].sum().view(1)])
+    counts, expected = counts[expected > 0], expected[expected > 0]
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    return float(torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2).double(), statistic / 2))
+
+
+def check_distribution(model, stop_ids, temperature, num_samples=20_000):
+    """Sample two tokens after one prompt and compare with softmax(logits / temperature) of full forwards."""
+    prompt = torch.tensor([[7, 9, 11]])
+    vocab_size = model.config.vocab_size
+    torch.manual_seed(1)
+    rows = prompt.repeat(num_samples, 1)
+    tokens, mask = grpo.generate(model, rows, torch.ones_like(rows), 2, temperature, stop_ids, PAD)
+    with torch.no_grad():
+        first = (model(prompt).logits[0, -1] / temperature).softmax(-1)
+        extended = torch.cat([prompt.repeat(vocab_size, 1), torch.arange(vocab_size).unsqueeze(1)], 1)
+        second = (model(extended).logits[:, -1] / temperature).softmax(-1)  # (V, V)
+    assert chi_squared_p(tokens[:, 0].bincount(minlength=vocab_size), first) > 1e-3
+    going_on = mask[:, 1] == 1
+    assert torch.equal(going_on, torch.isin(tokens[:, 0], torch.tensor(stop_ids), invert=True))
+    joint = first.unsqueeze(1) * second
+    joint[stop_ids] = 0
+    pairs = tokens[going_on, 0] * vocab_size + tokens[going_on, 1]
+    assert chi_squared_p(pairs.bincount(minlength=vocab_size**2), (joint / joint.sum()).flatten()) > 1e-3
+
+
+# ---- the distribution
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
+def test_samples_follow_the_softmax_of_the_logits(temperature):
+    check_distribution(make_model(vocab_size=12), [STOP], temperature)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
+def test_generation_config_of_the_model_does_not_change_the_distribution(tmp_path, temperature):
+    make_model().save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY / name, tmp_path)
+    wishes = {"do_sample": True, "top_k": 3, "top_p": 0.5, "temperature": 0.1, "repetition_penalty": 1.5}
+    (tmp_path / "generation_config.json").write_text(json.dumps({**wishes, "eos_token_id": [STOP, 9]}))
+    model, tokenizer = grpo.load_model(str(tmp_path), "cpu")
+    assert model.generation_config.top_k == 3
+    check_distribution(model, grpo.find_stop_ids(model, tokenizer), temperature)
+
+
+@pytest.mark.parametrize("draw", [0.0, 1 - 2**-24, None])
+def test_ids_of_probability_zero_are_never_sampled(monkeypatch, draw):
+    if draw is not None:
+        monkeypatch.setattr(torch, "rand", lambda *size, device=None: torch.full(size, draw, device=device))
+    torch.manual_seed(0)
+    logits = torch.randn(200, 50)
+    logits[:, 0] = logits[:, 47:] = -torch.inf
+    logits[:100, 1:40] = -torch.inf
+    for temperature in (0.5, 1.0, 2.0):
+        tokens = grpo.sample_tokens(logits, temperature)
+        assert logits[torch.arange(200), tokens].isfinite().all()
+
+
+@pytest.mark.parametrize("draw, expected", [(0.0, [1, 2]), (1 - 2**-24, [46, 40])])
+def test_extreme_draws_give_the_first_and_the_last_possible_id(monkeypatch, draw, expected):
+    monkeypatch.setattr(torch, "rand", lambda *size, device=None: torch.full(size, draw, device=device))
+    logits = torch.full((2, 50), -torch.inf)
+    logits[0, 1:47] = logits[1, 2:41] = 0.0
+    assert grpo.sample_tokens(logits, 1.0).tolist() == expected
+
+
+def test_temperature_0_is_argmax():
+    logits = torch.randn(64, 29, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(grpo.sample_tokens(logits, 0), logits.argmax(-1))
+
+
+# ---- stopping
+
+
+def test_stop_ids_are_the_union_of_all_that_name_one():
+    model, tokenizer = make_model(), load_tokenizer()
+    model.generation_config.eos_token_id = [7, 8]
+    model.config.eos_token_id = 9
+    assert grpo.find_stop_ids(model, tokenizer) == [STOP, 7, 8, 9]
+    model.generation_config.eos_token_id = None
+    assert grpo.find_stop_ids(model, tokenizer) == [STOP, 9]
+
+
+def test_every_stop_id_ends_a_completion_and_counts_in_the_mask():
+    model, tokenizer = make_model(), load_tokenizer()
+    model.generation_config.eos_token_id = [7, 8]
+    model.config.eos_token_id = 9
+    stop_ids = grpo.find_stop_ids(model, tokenizer)
+    torch.manual_seed(0)
+    ids, mask = grpo.pad_left(random_prompts(200, 2, 6), PAD, "cpu")
+    completion_ids, completion_mask = grpo.generate(model, ids, mask, 60, 1.0, stop_ids, PAD)
+    lengths = completion_mask.sum(1)
+    assert lengths.min() == 1 and lengths.max() > 30  # rows of very different lengths
+    ends = set()
+    for row, row_mask, length in zip(completion_ids.tolist(), completion_mask.tolist(), lengths.tolist()):
+        assert row_mask == [1] * length + [0] * (60 - length)
+        assert row[length:] == [PAD] * (60 - length)
+        assert not set(row[: length - 1]) & set(stop_ids)
+        assert length == 60 or row[length - 1] in stop_ids
+        ends.add(row[length - 1])
+    assert ends >= set(stop_ids)
+
+
+def test_a_completion_of_full_length_is_truncated_unless_it_ends_in_a_stop_id():
+    tokenizer = load_tokenizer()
+    args = grpo.Args(max_completion_length=3)
+    prompts = [{"prompt": "", "answer": "1", "prompt_ids": ids} for ids in random_prompts(30, 2, 6)]
+    torch.manual_seed(0)
+    batch, texts = grpo.rollout(make_model(), tokenizer, prompts, 10, 1.0, [STOP, 9], args)
+    lengths = batch["completion_mask"].sum(1)
+    last = batch["completion_ids"].gather(1, (lengths - 1).unsqueeze(1)).squeeze(1)
+    stopped = (last == STOP) | (last == 9)
+    assert torch.equal(batch["truncated"], ~stopped)
+    full = lengths == 3
+    assert (full & stopped).any() and (full & ~stopped).any() and not full.all()
+    assert len(texts) == 300 and torch.equal(batch["lengths"], batch["prompt_mask"].sum(1) + lengths)
+
+
+# ---- batching and padding
+
+
+def test_pad_left():
+    ids, mask = grpo.pad_left([[3, 4], [5], [6, 7, 8]], 0, "cpu")
+    assert ids.tolist() == [[0, 3, 4], [0, 0, 5], [6, 7, 8]]
+    assert mask.tolist() == [[0, 1, 1], [0, 0, 1], [1, 1, 1]]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_padded_batch_decodes_like_single_rows(kind):
+    model = make_model(kind)
+    prompts = random_prompts(24, 1, 12)
+    prompts += [prompts[3], prompts[3], prompts[0]]  # a group, and a repetition further on
+    prompts += [[PAD, 8, PAD, PAD, 9], [STOP, 11, 12, STOP], [7, STOP, PAD]]  # pad and stop ids inside a prompt
+    stop_ids = [STOP, 12, 17]
+    expected = [plain_greedy(model, prompt, 25, stop_ids) for prompt in prompts]
+    assert len({len(completion) for completion in expected}) > 3
+    assert generate_lists(model, prompts, 25, stop_ids=stop_ids) == expected
+
+
+@pytest.mark.parametrize("size", [1, 3, 0])
+def test_rollout_batch_size_does_not_change_greedy_completions(size):
+    model = make_model()
+    rows = random_prompts(5, 1, 9)
+    prompts = [{"prompt": "", "answer": "1", "prompt_ids": ids} for ids in rows]
+    args = grpo.Args(max_completion_length=12, rollout_batch_size=size)
+    batch, _ = grpo.rollout(model, load_tokenizer(), prompts, 2, 0.0, [STOP, 12], args)
+    lengths = batch["completion_mask"].sum(1).tolist()
+    completions = [row[:length] for row, length in zip(batch["completion_ids"].tolist(), lengths)]
+    assert completions == [plain_greedy(model, ids, 12, [STOP, 12]) for ids in rows for _ in range(2)]
+
+
+# ---- agreement with the training forward
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_sampler_training_forward_and_plain_forward_give_the_same_logprobs(monkeypatch, kind, temperature):
+    model, sample_tokens, steps = make_model(kind), grpo.sample_tokens, []
+
+    def recording(logits, temperature):
+        tokens = sample_tokens(logits, temperature)
+        steps.append((logits / temperature).log_softmax(-1).gather(1, tokens.unsqueeze(1)).squeeze(1))
+        return tokens
+
+    monkeypatch.setattr(grpo, "sample_tokens", recording)
+    torch.manual_seed(0)
+    ids, mask = grpo.pad_left(random_prompts(16, 1, 9), PAD, "cpu")
+    completion_ids, completion_mask = grpo.generate(model, ids, mask, 20, temperature, [STOP, 9, 12], PAD)
+    logprobs, _ = grpo.token_logprobs(model, ids, mask, completion_ids, completion_mask, temperature)
+    for row in range(16):
+        length, prompt = int(completion_mask[row].sum()), ids[row, mask[row] == 1]
+        tokens = completion_ids[row, :length]
+        logits = model(torch.cat([prompt, tokens]).unsqueeze(0)).logits[0, len(prompt) - 1 : -1]
+        plain = (logits / temperature).log_softmax(-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
+        torch.testing.assert_close(logprobs[row, :length], plain, atol=1e-5, rtol=0)
+    for t, sampled in enumerate(steps):  # rows that are still running, in order
+        torch.testing.assert_close(sampled, logprobs[completion_mask[:, t] == 1, t], atol=1e-5, rtol=0)
+
+
+# ---- side effects
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_generate_keeps_the_mode_and_works_with_gradient_checkpointing(training):
+    model = make_model("gpt2", attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5)  # dropout must be off while sampling
+    prompts = random_prompts(4, 1, 9)
+    expected = [plain_greedy(model, prompt, 10, [STOP]) for prompt in prompts]
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train(training)
+    assert generate_lists(model, prompts, 10) == expected
+    assert model.training == training and model.transformer.h[0].training == training
+
+
+def test_generate_changes_none_of_its_inputs():
+    model = make_model()
+    ids, mask = grpo.pad_left(random_prompts(6, 1, 9), PAD, "cpu")
+    stop_ids, inputs = [STOP, 9], (ids.clone(), mask.clone())
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    torch.manual_seed(0)
+    grpo.generate(model, ids, mask, 12, 1.0, stop_ids, PAD)
+    assert torch.equal(ids, inputs[0]) and torch.equal(mask, inputs[1]) and stop_ids == [STOP, 9]
+    assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())

@@ -1,0 +1,168 @@
+"""sft.py: which tokens are trained, and that nothing else is."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import grpo
+import sft
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def embedded():
+    model, tokenizer = sft.make_embedded_model(0, CPU)
+    return model, tokenizer, sft.find_stop_ids(model, tokenizer)
+
+
+def trained_text(tokenizer, ids, trained):
+    return tokenizer.decode([token for token, is_trained in zip(ids, trained) if is_trained])
+
+
+def test_prompt_and_completion_train_the_completion_and_its_stop_token(embedded):
+    _, tokenizer, stop_ids = embedded
+    row = {"prompt": "1+2=", "completion": "\\boxed{3}"}
+    ids, trained = sft.encode_row(tokenizer, row, "", stop_ids)
+    assert tokenizer.decode(ids) == "<|user|>1+2=<|assistant|>\\boxed{3}<|end|>"
+    assert trained_text(tokenizer, ids, trained) == "\\boxed{3}<|end|>"
+
+
+def test_training_prompt_is_the_prompt_that_grpo_samples_from(embedded):
+    _, tokenizer, stop_ids = embedded
+    ids, trained = sft.encode_row(tokenizer, {"prompt": "1+2=", "completion": "3"}, "", stop_ids)
+    assert ids[: trained.index(True)] == grpo.encode_prompt(tokenizer, "1+2=", "")
+
+
+def test_every_assistant_turn_is_trained_and_no_other(embedded):
+    _, tokenizer, stop_ids = embedded
+    messages = [
+        {"role": "system", "content": "9"},
+        {"role": "user", "content": "1+1="},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "2+2="},
+        {"role": "assistant", "content": "4"},
+    ]
+    ids, trained = sft.encode_row(tokenizer, {"messages": messages}, "", stop_ids)
+    assert trained_text(tokenizer, ids, trained) == "2<|end|>4<|end|>"
+    assert tokenizer.decode(ids) == "<|system|>9<|user|>1+1=<|assistant|>2<|end|><|user|>2+2=<|assistant|>4<|end|>"
+
+
+def test_what_a_template_writes_after_the_stop_token_is_not_trained(embedded):
+    _, tokenizer, stop_ids = embedded
+    template = tokenizer.chat_template
+    try:
+        tokenizer.chat_template = template.replace("<|end|>", "<|end|>. ")
+        ids, trained = sft.encode_row(tokenizer, {"prompt": "1+2=", "completion": "3"}, "", stop_ids)
+    finally:
+        tokenizer.chat_template = template
+    assert trained_text(tokenizer, ids, trained) == "3<|end|>"
+    assert tokenizer.decode(ids).endswith("3<|end|>. ")
+
+
+def test_template_that_rewrites_history_is_an_error(embedded):
+    _, tokenizer, stop_ids = embedded
+    messages = [{"role": role, "content": "1"} for role in ("user", "assistant", "user", "assistant")]
+    template = tokenizer.chat_template
+    try:  # as Qwen3's does with the thoughts of earlier turns
+        tokenizer.chat_template = "{% if messages|length > 2 %}+{% endif %}" + template
+        with pytest.raises(ValueError, match="changes what comes before message 4"):
+            sft.encode_row(tokenizer, {"messages": messages}, "", stop_ids)
+    finally:
+        tokenizer.chat_template = template
+
+
+def test_without_a_chat_template_the_end_of_text_is_the_stop_token(embedded):
+    _, tokenizer, stop_ids = embedded
+    template, tokenizer.chat_template = tokenizer.chat_template, None
+    try:
+        ids, trained = sft.encode_row(tokenizer, {"prompt": "1+2=", "completion": "3"}, "", stop_ids)
+        with pytest.raises(ValueError, match="no chat template"):
+            sft.encode_row(tokenizer, {"messages": [{"role": "assistant", "content": "1"}]}, "", stop_ids)
+    finally:
+        tokenizer.chat_template = template
+    assert tokenizer.decode(ids) == "1+2=3<|end|>"
+    assert trained_text(tokenizer, ids, trained) == "3<|end|>"
+
+
+def test_loss_and_gradient_are_those_of_the_trained_tokens_alone(embedded):
+    model, tokenizer, stop_ids = embedded
+    rows = []
+    for row in (
+        {"prompt": "1+2=", "completion": "3"},
+        {"prompt": "10+20+3=", "completion": "<think>1</think>\\boxed{33}"},
+    ):
+        ids, trained = sft.encode_row(tokenizer, row, "", stop_ids)
+        rows.append({"ids": ids, "trained": trained, "start": trained.index(True)})
+    batch = sft.collate(rows, tokenizer.pad_token_id, CPU)
+    policy = sft.LogprobModel(model)
+    policy.zero_grad()
+    args = sft.Args(microbatch_tokens=16)
+    divisor = sum(sum(row["trained"]) for row in rows)
+    totals = sft.accumulate_gradients(policy, batch, torch.arange(2), divisor, args)
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    losses = []
+    for row in rows:
+        logprobs = model(torch.tensor([row["ids"]])).logits[0].log_softmax(-1)
+        losses += [-logprobs[i - 1, row["ids"][i]] for i, is_trained in enumerate(row["trained"]) if is_trained]
+    expected = torch.stack(losses)
+    expected.mean().backward()
+    assert len(losses) == totals["num_tokens"] == divisor
+    assert totals["loss/nll"] == pytest.approx(expected.sum().item(), rel=1e-5)
+    for gradient, parameter in zip(gradients, model.parameters()):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def run(tmp_path, **flags):
+    sizes = {"num_steps": 2, "minibatch_size": 4, "eval_prompts": 2, "warmup_steps": 1}
+    sft.main(sft.Args(run_dir=str(tmp_path / "run"), **{**sizes, **flags}))
+    return [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_messages_fine_tune_a_local_model(tmp_path):
+    messages = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "\\boxed{2}"}]
+    dataset = write_rows(tmp_path / "rows.jsonl", [{"messages": messages}] * 10)
+    lines = run(tmp_path, model=str(grpo.HERE / "models" / "tiny"), dataset=dataset, num_steps=8, learning_rate=1e-3)
+    assert lines[-1]["eval/loss"] < lines[0]["eval/loss"]
+    AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint")
+
+
+def test_rows_too_long_or_without_completion_are_dropped_and_counted(tmp_path, capsys):
+    good = {"prompt": "1+1=", "completion": "\\boxed{2}"}
+    rows = [*[good] * 10, {"prompt": "1+" * 40, "completion": "2"}, {"prompt": "1+1=", "completion": ""}, good, good]
+    run(tmp_path, dataset=write_rows(tmp_path / "rows.jsonl", rows))
+    assert (
+        "10 training rows; dropped: 1 longer than 32 + 48 tokens, 1 without a token to train" in capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"text": "1"}] * 5, "needs the columns prompt and completion, or messages; found text"),
+        ([{"messages": [{"role": "user", "content": "1"}]}] * 5, "no token would be trained"),
+        ([{"prompt": "1", "completion": ""}] * 5, "no token would be trained"),
+        ([{"prompt": "1", "completion": "2"}], "too few"),
+    ],
+)
+def test_bad_data_is_one_line_before_any_run_folder(rows, message, tmp_path):
+    with pytest.raises(SystemExit, match=message) as error:
+        run(tmp_path, dataset=write_rows(tmp_path / "rows.jsonl", rows))
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_ordinary_tokens_survive_decoding(embedded):
+    _, tokenizer, _ = embedded
+    text = "<think>17+58=75</think>\\boxed{75}"
+    ids = tokenizer(text)["input_ids"]
+    assert len(ids) == len("17+58=75") + 2 + len("75}") + 1  # <think>, </think> and \boxed{ are one token each
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text

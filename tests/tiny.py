@@ -1,0 +1,68 @@
+"""Small random models, and batches as the rollout makes them."""
+
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
+
+import grpo
+
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+CONFIGS = {
+    "llama": LlamaConfig(**SIZES, num_key_value_heads=1),
+    "qwen3": Qwen3Config(**SIZES, num_key_value_heads=1, head_dim=8),
+    "gpt2": GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=64),
+}
+PROMPTS = [[3, 4], [5, 0, 1, 6, 7], [2], [8, 9, 10, 2, 3, 4], [7, 1, 0], [5, 5, 5, 5], [0], [9, 3]]
+COMPLETIONS = [[4, 5, 1], [1], [6, 0, 7, 8, 2, 9, 1], [10, 3], [2, 2, 2, 2, 2, 2, 2, 2], [1], [0, 1], [3, 1]]
+PAD_ID = 0
+
+
+def build_model(config, vocab_size=11, dtype=torch.float64, scale=6.0):
+    """A random model whose weights are scaled up, so that its distributions are far from uniform and differ."""
+    torch.manual_seed(0)
+    config = CONFIGS[config] if isinstance(config, str) else config
+    config.vocab_size = vocab_size
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child).__name__ in ("LlamaRMSNorm", "Qwen3RMSNorm"):  # they compute in float32
+                norm = torch.nn.RMSNorm(child.weight.shape, child.variance_epsilon, dtype=torch.float64)
+                setattr(module, name, norm)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(scale if parameter.ndim > 1 else 1.0)
+    return model.to(dtype)
+
+
+def pad_right(rows, width, pad_id=PAD_ID):
+    """Return ids and mask (B, width) of lists of token ids, padded on the right."""
+    ids = torch.tensor([row + [pad_id] * (width - len(row)) for row in rows])
+    return ids, torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+
+
+def make_batch(model, temperature=0.7):
+    """Eight completions of several lengths, two of advantage 0; old and reference log-probabilities are near."""
+    prompt_ids, prompt_mask = grpo.pad_left(PROMPTS, PAD_ID, "cpu")
+    completion_ids, completion_mask = pad_right(COMPLETIONS, 8)
+    with torch.no_grad():
+        inputs = (prompt_ids, prompt_mask, completion_ids, completion_mask)
+        logprobs, _ = grpo.token_logprobs(model, *inputs, temperature)
+    generator = torch.Generator().manual_seed(1)
+    noise = torch.randn(2, *logprobs.shape, generator=generator, dtype=torch.float64).to(logprobs.dtype)
+    return {
+        "prompt_ids": prompt_ids,
+        "prompt_mask": prompt_mask,
+        "completion_ids": completion_ids,
+        "completion_mask": completion_mask,
+        "lengths": prompt_mask.sum(1) + completion_mask.sum(1),
+        "advantages": torch.tensor([1.2, -0.7, 0.0, 0.4, -1.5, 0.0, 0.9, -0.3], dtype=logprobs.dtype),
+        "old_logprobs": logprobs + 0.3 * noise[0],
+        "ref_logprobs": logprobs + 0.5 * noise[1],
+    }
+
+
+def make_args(**settings):
+    return grpo.Args(**{"temperature": 0.7, "microbatch_tokens": 10_000, "clip_eps": 0.2, "kl_coef": 0.04, **settings})
+
+
+def relative_error(actual, expected):
+    return ((actual - expected).norm() / expected.norm()).item()

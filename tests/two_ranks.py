@@ -1,0 +1,50 @@
+"""Run by torchrun in test_gradients.py: gradients, metrics and log-probabilities of a batch split over two ranks."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from tiny import build_model, make_args, make_batch
+
+import grpo
+
+SHARES = ([0, 1, 2, 3, 4], [5, 6, 7])  # rows of the batch on each rank
+# name: (dtype, rows with a gradient)
+CASES = {
+    "different lengths": (torch.float64, [0, 1, 2, 3, 4, 5, 6, 7]),
+    "one rank idle": (torch.float64, [0, 2, 4]),
+    "float32": (torch.float32, [0, 1, 2, 3, 4, 6]),
+}
+ARGS = make_args(microbatch_tokens=24)
+
+
+def take(batch, rows):
+    """The rows of a batch, trimmed to their own longest prompt and completion, as a rollout of these alone has them."""
+    part = {key: value[rows] for key, value in batch.items()}
+    prompt, completion = part["prompt_mask"].sum(1).max(), part["completion_mask"].sum(1).max()
+    for key in ("prompt_ids", "prompt_mask"):
+        part[key] = part[key][:, -prompt:]
+    for key in ("completion_ids", "completion_mask", "old_logprobs", "ref_logprobs"):
+        part[key] = part[key][:, :completion]
+    return part
+
+
+def run(dtype, live_rows):
+    rank, _, device = grpo.init_ranks()
+    model = build_model("llama", dtype=dtype)
+    batch = make_batch(model)
+    share = SHARES[rank] if dist.is_initialized() else sum(SHARES, [])
+    batch = take(batch, share)
+    rows = torch.tensor([share.index(row) for row in live_rows if row in share], dtype=torch.long)
+    policy = grpo.shard(grpo.LogprobModel(model).train(), device)
+    logprobs = grpo.lookup_logprobs(policy, batch, rows, ARGS.microbatch_tokens, ARGS.temperature)
+    metrics = grpo.reduce_metrics(grpo.accumulate_gradients(policy, batch, rows, 8, False, ARGS))
+    gradients = [parameter.grad for parameter in policy.parameters()]
+    gradients = [grad.full_tensor() if dist.is_initialized() else grad for grad in gradients]
+    return {"gradient": torch.cat([grad.flatten() for grad in gradients]), "metrics": metrics, "logprobs": logprobs}
+
+
+if __name__ == "__main__":
+    results = {name: run(*case) for name, case in CASES.items()}
+    torch.save(results, f"{sys.argv[1]}/{dist.get_rank()}.pt")
+    dist.destroy_process_group()
