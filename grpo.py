@@ -180,7 +180,7 @@ def policy_loss(logprobs, old_logprobs, ref_logprobs, advantages, completion_mas
         "policy/approx_kl": (ratio - log_ratio - 1).sum().detach(),
         "policy/clip_fraction_low": (mask & (ratio < 1 - clip_eps) & (advantages < 0)).sum(),
         "policy/clip_fraction_high": (mask & (ratio > 1 + clip_eps) & (advantages > 0)).sum(),
-        "policy/ratio_max": ratio.max().detach(),
+        "policy/ratio_max": torch.where(mask, ratio, 0.0).max().detach(),
     }
     if ref_logprobs is not None:
         ref_log_ratio = torch.where(mask, ref_logprobs - logprobs, 0.0)
@@ -213,11 +213,12 @@ def load_splits(dataset, num_held_out):
                 raise ValueError(f"choose one of its configs, as in {name}:{configs[0]}; it has {', '.join(configs)}")
             splits = load_dataset(name, config)
     except Exception as error:  # whatever the dirt of a file or the hub brings up, the user needs the one line
-        raise SystemExit(f"--dataset {dataset}: cannot be loaded: {' '.join(str(error).split())[:300]}") from None
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise SystemExit(f"--dataset {dataset}: cannot be loaded: {reason}") from None
     train = splits.get("train", [])
     held_out = next((splits[split] for split in ("test", "validation") if split in splits), None)
     if held_out is None and len(train) > num_held_out:
-        held_out = train.select(range(len(train) - num_held_out, len(train)))
+        held_out = train.select(list(range(len(train) - num_held_out, len(train))))
         train = train.select(range(len(train) - num_held_out))
     if held_out is None or len(train) == 0:
         raise SystemExit(
@@ -251,7 +252,8 @@ def load_prompts(dataset, tokenizer, system_prompt, max_prompt_length, num_held_
             )
         prompts, num_empty, num_long, num_texts = [], 0, 0, 0
         for row in rows:
-            prompt, answer = row[prompt_column], str(row[answer_column] or "")
+            prompt, answer = row[prompt_column], row[answer_column]
+            answer = "" if answer is None else str(answer)
             gold = parse_answer(extract_answer(answer) or answer)
             if not prompt or gold is None:
                 num_empty += 1
@@ -281,15 +283,20 @@ def extract_answer(text):
         elif part != "<think>" and not thinking:
             visible.append(part)
         thinking = part == "<think>" or (thinking and part != "</think>")
-    text = "".join(visible)
-    start = text.rfind("\\boxed{")
-    if start >= 0:
+    text = " ".join(visible)
+    box, end = None, 0
+    while (start := text.find("\\boxed{", end)) >= 0:
         depth = 0
         for brace in re.finditer(r"\\.|[{}]", text[start + 6 : start + 2000], re.DOTALL):
             depth += {"{": 1, "}": -1}.get(brace.group(), 0)
             if depth == 0:
-                return text[start + 7 : start + 6 + brace.start()]
-        return None  # cut off inside its box, or no answer but an essay
+                break
+        if depth != 0:
+            return None  # cut off inside its box, or no answer but an essay
+        end = start + 6 + brace.end()
+        box = ("-" if text[start - 1 : start] in ("-", "\u2212") else "") + text[start + 7 : end - 1]
+    if box is not None:
+        return re.sub(r"^ *\\boxed\{([^{}]*)\} *$", r"\1", box)
     if "####" in text:
         return text.rpartition("####")[2].strip().partition("\n")[0]
     opening, closing = text.rfind("<answer>"), text.rfind("</answer>")
@@ -301,16 +308,16 @@ def parse_answer(text):
 
     Signs, currency signs and thousands separators are understood; None if nothing is left.
     """
-    text = text.strip().strip("*").strip()
+    text = text.strip().removeprefix("**").removesuffix("**").strip()
     if len(text) > 1000:
         return text
-    for written, meant in (("\u2212", "-"), ("\\!", ""), ("\\$", "$"), ("\\%", "%")):
+    for written, meant in (("\u2212", "-"), ("\\!,", ","), ("\\$", "$"), ("\\%", "%")):
         text = text.replace(written, meant)
     text = text.removesuffix(".").strip()
     while text[:1] + text[-1:] in ("{}", "$$") and not re.search("[{}$]", text[1:-1]):
         text = text[1:-1].strip()
     flat = re.sub(r"^([+-]? ?)\\frac ?\{([+-]?[0-9]+)\} ?\{([+-]?[0-9]+)\}$", r"\1\2/\3", text)
-    number = r"((?:[0-9]{1,3}(?:(?:,|\\,|\{,\})[0-9]{3})+|[0-9]*)(?:\.[0-9]*)?)"
+    number = r"((?:[1-9][0-9]{0,2}(?:(?:,|\\,|\{,\})[0-9]{3})+|[0-9]*)(?:\.[0-9]+)?)"
     match = re.fullmatch(rf"(?:[$£€] ?)?([+-]?) ?(?:[$£€] ?)?{number}(?: ?/ ?([+-]?[0-9]+))?", flat)
     if match and re.search("[0-9]", match[2]) and int(match[3] or 1):
         return Fraction(match[1] + re.sub(r"[^0-9.]", "", match[2])) / int(match[3] or 1)
@@ -333,6 +340,8 @@ def reward_fn(completion, answer):
 def load_model(name, device):
     """Load a causal language model with float32 parameters and without dropout, and its tokenizer."""
     transformers.logging.disable_progress_bar()
+    if not Path(name).exists() and (name.count("/") > 1 or name.startswith(("/", "."))):
+        raise SystemExit(f"--model {name}: there is no such folder")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
         config = AutoConfig.from_pretrained(name)
@@ -385,7 +394,7 @@ def generate(model, prompt_ids, prompt_mask, max_completion_length, temperature,
     was_training = model.training
     model.eval()  # gradient checkpointing would turn the cache off
     device, batch_size = prompt_ids.device, len(prompt_ids)
-    stop_ids = torch.tensor(stop_ids, device=device)
+    stop_ids = torch.tensor(stop_ids, device=device, dtype=torch.long)
     completion_ids = torch.full((batch_size, max_completion_length), pad_id, device=device)
     completion_mask = torch.zeros_like(completion_ids)
     # Completions of one prompt are adjacent: each prompt is read once.
@@ -425,7 +434,7 @@ def generate(model, prompt_ids, prompt_mask, max_completion_length, temperature,
 def head_logprobs(model, hidden, targets, temperature):
     """Log-probabilities of targets (N,), and entropies, under softmax(head(hidden) / temperature); hidden (N, D).
 
-    Never N x V logits at once: chunks of 2^24 numbers, computed anew in the backward pass.
+    Never N x V logits at once: they come in chunks, computed anew in the backward pass.
     """
 
     def chunk_logprobs(hidden, targets):
@@ -435,7 +444,7 @@ def head_logprobs(model, hidden, targets, temperature):
         entropies = -(logprobs.exp() * logprobs).sum(-1)
         return logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), entropies
 
-    size = max(1, 2**24 // model.get_output_embeddings().weight.shape[0])
+    size = max(1, 2 ** (26 if hidden.is_cuda else 24) // model.get_output_embeddings().weight.shape[0])
     chunks = zip(hidden.split(size), targets.split(size))
     if torch.is_grad_enabled():
         results = [checkpoint(chunk_logprobs, *chunk, use_reentrant=False) for chunk in chunks]
@@ -485,10 +494,10 @@ def check_model(model, prompt_ids, max_length):
         raise SystemExit(
             f"--max-prompt-length plus --max-completion-length is {max_length}, over the model's context of {context}"
         )
-    ids = torch.tensor([prompt_ids * 2], device=model.device)  # (1, 2 P)
-    half = len(prompt_ids)
+    half = min(8, len(prompt_ids))
+    ids = torch.tensor([prompt_ids[:half] * 2], device=model.device)  # (1, 2 half)
     ones = torch.ones_like(ids[:, :half])
-    plain = model(ids).logits[0].log_softmax(-1)  # (2 P, V)
+    plain = model(ids).logits[0].log_softmax(-1)  # (2 half, V)
     logprobs, _ = token_logprobs(model, ids[:, :half], ones, ids[:, half:], ones, 1.0)
     expected = plain[half - 1 : -1].gather(1, ids[0, half:, None]).squeeze(1)
     if not torch.allclose(logprobs[0], expected, atol=1e-2):
@@ -551,18 +560,19 @@ def accumulate_gradients(policy, batch, rows, divisor, on_policy, args):
             args.clip_eps,
             args.kl_coef,
         )
-        weight = 0.0 if index is None else 1.0
-        (loss * (weight * world_size / divisor)).backward()  # times world_size: FSDP averages gradients over ranks
         metrics["policy/entropy"] = entropies.sum().detach()
         metrics["num_tokens"] = part["completion_mask"].sum()
-        add_metrics(totals, {key: weight * value for key, value in metrics.items()})
+        if index is None:  # no row is left on this rank, but the others wait for its passes
+            loss, metrics = 0.0 * logprobs.sum(), {key: torch.zeros_like(value) for key, value in metrics.items()}
+        (loss * (world_size / divisor)).backward()  # times world_size: FSDP averages gradients over ranks
+        add_metrics(totals, metrics)
     return totals
 
 
 def add_metrics(totals, metrics):
     """Add metrics to totals; where the key ends in _max, keep the larger."""
     for key, value in metrics.items():
-        before = totals.get(key, 0.0 * value)
+        before = totals.get(key, torch.zeros_like(value))
         totals[key] = torch.maximum(before, value) if key.endswith("_max") else before + value
 
 
@@ -757,14 +767,17 @@ def resolve_args(args):
 
 def check_args(args, world_size):
     """Exit with one line if the settings cannot work."""
-    sizes = "prompts_per_step max_prompt_length max_completion_length minibatch_size microbatch_tokens update_epochs"
-    for name in f"{sizes} eval_every save_every".split():
-        if getattr(args, name) < 1:
-            raise SystemExit(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
+    least = dict.fromkeys(("num_steps", "rollout_batch_size", "warmup_steps", "eval_prompts"), 0)
+    least |= dict.fromkeys(("prompts_per_step", "max_prompt_length", "max_completion_length", "minibatch_size"), 1)
+    least |= dict.fromkeys(("microbatch_tokens", "update_epochs", "eval_every", "save_every"), 1)
+    for name, value in least.items():
+        if getattr(args, name) < value:
+            raise SystemExit(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {value}")
+    for name in ("temperature", "learning_rate", "max_grad_norm"):
+        if not 0 < getattr(args, name) < math.inf:
+            raise SystemExit(f"--{name.replace('_', '-')} {getattr(args, name)}: must be positive")
     if args.group_size < 2:
         raise SystemExit(f"--group-size {args.group_size}: must be at least 2, one completion alone has advantage 0")
-    if args.temperature <= 0:
-        raise SystemExit(f"--temperature {args.temperature}: must be positive")
     for name in ("prompts_per_step", "minibatch_size"):
         if getattr(args, name) % world_size:
             raise SystemExit(
@@ -794,7 +807,7 @@ def pick_rows(rows, start, count, seed):
 
 def rollout(model, tokenizer, prompts, num_samples, temperature, stop_ids, args):
     """Sample num_samples completions of each prompt and score them; return tensors (B, ...) and the texts."""
-    pad_id = stop_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    pad_id = tokenizer.pad_token_id or 0  # any will do: padding is known by the mask
     prompts = [prompt for prompt in prompts for _ in range(num_samples)]
     prompt_ids, prompt_mask = pad_left([prompt["prompt_ids"] for prompt in prompts], pad_id, model.device)
     size = args.rollout_batch_size or len(prompts)
@@ -879,7 +892,8 @@ def print_summary(run_dir, args):
         if evals:
             before, after = evals[0], evals[-1]
             print(f"{name:16}{before[key]:.3f} (step {before['step']}) -> {after[key]:.3f} (step {after['step']})")
-    print(f"checkpoint      {run_dir / 'checkpoint'}, which --model and from_pretrained load")
+    if last_step > 0:
+        print(f"checkpoint      {run_dir / 'checkpoint'}, which --model and from_pretrained load")
     more = f" --num-steps {2 * args.num_steps}" if last_step >= args.num_steps else ""
     print(f"to go on        python {Path(__file__).name} --resume {run_dir}{more}")
 

@@ -145,11 +145,12 @@ def load_splits(dataset, num_held_out):
                 raise ValueError(f"choose one of its configs, as in {name}:{configs[0]}; it has {', '.join(configs)}")
             splits = load_dataset(name, config)
     except Exception as error:  # whatever the dirt of a file or the hub brings up, the user needs the one line
-        raise SystemExit(f"--dataset {dataset}: cannot be loaded: {' '.join(str(error).split())[:300]}") from None
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise SystemExit(f"--dataset {dataset}: cannot be loaded: {reason}") from None
     train = splits.get("train", [])
     held_out = next((splits[split] for split in ("test", "validation") if split in splits), None)
     if held_out is None and len(train) > num_held_out:
-        held_out = train.select(range(len(train) - num_held_out, len(train)))
+        held_out = train.select(list(range(len(train) - num_held_out, len(train))))
         train = train.select(range(len(train) - num_held_out))
     if held_out is None or len(train) == 0:
         raise SystemExit(
@@ -303,6 +304,8 @@ def make_embedded_model(seed, device):
 def load_model(name, device):
     """Load a causal language model with float32 parameters and without dropout, and its tokenizer."""
     transformers.logging.disable_progress_bar()
+    if not Path(name).exists() and (name.count("/") > 1 or name.startswith(("/", "."))):
+        raise SystemExit(f"--model {name}: there is no such folder")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
         config = AutoConfig.from_pretrained(name)
@@ -337,7 +340,7 @@ def pad_left(rows, pad_id, device):
 def head_logprobs(model, hidden, targets, temperature):
     """Log-probabilities of targets (N,), and entropies, under softmax(head(hidden) / temperature); hidden (N, D).
 
-    Never N x V logits at once: chunks of 2^24 numbers, computed anew in the backward pass.
+    Never N x V logits at once: they come in chunks, computed anew in the backward pass.
     """
 
     def chunk_logprobs(hidden, targets):
@@ -347,7 +350,7 @@ def head_logprobs(model, hidden, targets, temperature):
         entropies = -(logprobs.exp() * logprobs).sum(-1)
         return logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), entropies
 
-    size = max(1, 2**24 // model.get_output_embeddings().weight.shape[0])
+    size = max(1, 2 ** (26 if hidden.is_cuda else 24) // model.get_output_embeddings().weight.shape[0])
     chunks = zip(hidden.split(size), targets.split(size))
     if torch.is_grad_enabled():
         results = [checkpoint(chunk_logprobs, *chunk, use_reentrant=False) for chunk in chunks]
@@ -397,10 +400,10 @@ def check_model(model, prompt_ids, max_length):
         raise SystemExit(
             f"--max-prompt-length plus --max-completion-length is {max_length}, over the model's context of {context}"
         )
-    ids = torch.tensor([prompt_ids * 2], device=model.device)  # (1, 2 P)
-    half = len(prompt_ids)
+    half = min(8, len(prompt_ids))
+    ids = torch.tensor([prompt_ids[:half] * 2], device=model.device)  # (1, 2 half)
     ones = torch.ones_like(ids[:, :half])
-    plain = model(ids).logits[0].log_softmax(-1)  # (2 P, V)
+    plain = model(ids).logits[0].log_softmax(-1)  # (2 half, V)
     logprobs, _ = token_logprobs(model, ids[:, :half], ones, ids[:, half:], ones, 1.0)
     expected = plain[half - 1 : -1].gather(1, ids[0, half:, None]).squeeze(1)
     if not torch.allclose(logprobs[0], expected, atol=1e-2):
@@ -442,19 +445,20 @@ def accumulate_gradients(policy, batch, rows, divisor, args):
             part["prompt_ids"], part["prompt_mask"], part["completion_ids"], part["completion_mask"], 1.0
         )
         loss, metrics = completion_loss(logprobs, part["loss_mask"])
-        weight = 0.0 if index is None else 1.0
-        if torch.is_grad_enabled():
-            (loss * (weight * world_size / divisor)).backward()  # times world_size: FSDP averages gradients over ranks
         metrics["policy/entropy"] = torch.where(part["loss_mask"], entropies, 0.0).sum().detach()
         metrics["num_tokens"] = part["loss_mask"].sum()
-        add_metrics(totals, {key: weight * value for key, value in metrics.items()})
+        if index is None:  # no row is left on this rank, but the others wait for its passes
+            loss, metrics = 0.0 * logprobs.sum(), {key: torch.zeros_like(value) for key, value in metrics.items()}
+        if torch.is_grad_enabled():
+            (loss * (world_size / divisor)).backward()  # times world_size: FSDP averages gradients over ranks
+        add_metrics(totals, metrics)
     return totals
 
 
 def add_metrics(totals, metrics):
     """Add metrics to totals; where the key ends in _max, keep the larger."""
     for key, value in metrics.items():
-        before = totals.get(key, 0.0 * value)
+        before = totals.get(key, torch.zeros_like(value))
         totals[key] = torch.maximum(before, value) if key.endswith("_max") else before + value
 
 
@@ -640,11 +644,15 @@ def resolve_args(args):
 
 def check_args(args, world_size):
     """Exit with one line if the settings cannot work."""
-    for (
-        name
-    ) in "max_prompt_length max_completion_length minibatch_size microbatch_tokens eval_every save_every".split():
-        if getattr(args, name) < 1:
-            raise SystemExit(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least 1")
+    least = dict.fromkeys(("num_steps", "warmup_steps", "eval_prompts"), 0)
+    least |= dict.fromkeys(("max_prompt_length", "max_completion_length", "minibatch_size"), 1)
+    least |= dict.fromkeys(("microbatch_tokens", "eval_every", "save_every"), 1)
+    for name, value in least.items():
+        if getattr(args, name) < value:
+            raise SystemExit(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {value}")
+    for name in ("learning_rate", "max_grad_norm"):
+        if not 0 < getattr(args, name) < math.inf:
+            raise SystemExit(f"--{name.replace('_', '-')} {getattr(args, name)}: must be positive")
     if args.minibatch_size % world_size:
         raise SystemExit(f"--minibatch-size {args.minibatch_size} does not divide over {world_size} ranks")
     if not args.resume and Path(args.run_dir).exists():
@@ -691,7 +699,8 @@ def print_summary(run_dir, args):
         before, after = evals[0], evals[-1]
         print(f"held-out loss   {before['eval/loss']:.4f} (step {before['step']}) -> ", end="")
         print(f"{after['eval/loss']:.4f} nats a token (step {after['step']})")
-    print(f"checkpoint      {run_dir / 'checkpoint'}, which --model and from_pretrained load")
+    if last_step > 0:
+        print(f"checkpoint      {run_dir / 'checkpoint'}, which --model and from_pretrained load")
     more = f" --num-steps {2 * args.num_steps}" if last_step >= args.num_steps else ""
     print(f"to go on        python {Path(__file__).name} --resume {run_dir}{more}")
 
@@ -703,7 +712,7 @@ def main(args):
     run_dir = Path(args.run_dir)
     model, tokenizer = load_model(args.model, device) if args.model else make_embedded_model(args.seed, device)
     stop_ids = find_stop_ids(model, tokenizer)
-    pad_id = stop_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    pad_id = tokenizer.pad_token_id or 0  # any will do: padding is known by the mask
     train_rows, eval_rows, report = load_conversations(args, tokenizer, stop_ids)
     check_model(
         model, train_rows[0]["ids"][: train_rows[0]["start"]], args.max_prompt_length + args.max_completion_length

@@ -127,7 +127,6 @@ def test_too_few_rows_to_hold_some_out(tmp_path):
         grpo.load_splits(write_rows(tmp_path / "rows.jsonl", ROWS), 10)
 
 
-@pytest.mark.xfail(strict=True, raises=IndexError, reason="nothing to hold out is not handled")
 def test_nothing_held_out(tmp_path):
     train, held_out = grpo.load_splits(write_rows(tmp_path / "rows.jsonl", ROWS), 0)
     assert (len(train), len(held_out)) == (10, 0)
@@ -155,7 +154,7 @@ def test_gsm8k_rows(tmp_path, tokenizer):
         assert grpo.reward_fn("#### " + row["answer"].rpartition("#### ")[2], prompt["answer"]) == 1.0
 
 
-@pytest.mark.parametrize("answer", [72, 72.5, -3, pytest.param(0, marks=pytest.mark.xfail(strict=True))])
+@pytest.mark.parametrize("answer", [72, 72.5, -3, 0])
 def test_numbers_as_answers(tmp_path, tokenizer, answer):
     rows = [{"prompt": "1+1=", "answer": answer}] * 4
     train, _, _ = grpo.load_prompts(write_rows(tmp_path / "rows.json", rows), tokenizer, "", 32, 1)

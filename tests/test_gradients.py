@@ -300,8 +300,12 @@ def results(tmp_path_factory):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*torchrun, str(tests / "two_ranks.py"), str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    try:
+        _, errors = process.communicate(timeout=180)
+    finally:
+        process.terminate()  # where the ranks wait for each other: torchrun then ends them
+    assert process.returncode == 0, errors[-3000:]
     return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
 
 

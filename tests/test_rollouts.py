@@ -114,7 +114,7 @@ def test_generation_config_of_the_model_does_not_change_the_distribution(tmp_pat
     check_distribution(model, grpo.find_stop_ids(model, tokenizer), temperature)
 
 
-@pytest.mark.parametrize("draw", [0.0, 1 - 2**-24, None])
+@pytest.mark.parametrize("draw", [0.0, 1 - 2**-24, 1.0, None])
 def test_ids_of_probability_zero_are_never_sampled(monkeypatch, draw):
     if draw is not None:
         monkeypatch.setattr(torch, "rand", lambda *size, device=None: torch.full(size, draw, device=device))
@@ -127,7 +127,7 @@ def test_ids_of_probability_zero_are_never_sampled(monkeypatch, draw):
         assert logits[torch.arange(200), tokens].isfinite().all()
 
 
-@pytest.mark.parametrize("draw, expected", [(0.0, [1, 2]), (1 - 2**-24, [46, 40])])
+@pytest.mark.parametrize("draw, expected", [(0.0, [1, 2]), (1.0, [46, 40])])
 def test_extreme_draws_give_the_first_and_the_last_possible_id(monkeypatch, draw, expected):
     monkeypatch.setattr(torch, "rand", lambda *size, device=None: torch.full(size, draw, device=device))
     logits = torch.full((2, 50), -torch.inf)

@@ -60,7 +60,7 @@ def test_training_does_not_depend_on_the_microbatch_budget(tmp_path):
 
 
 def test_nonfinite_gradient_stops_before_the_optimizer_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(grpo, "reward_fn", lambda completion, answer: float("inf") if len(completion) % 2 else 0.0)
+    monkeypatch.setattr(grpo, "reward_fn", lambda completion, _: float("inf") if len(completion) % 2 else 0.0)
     run = tmp_path / "run"
     sizes = {"prompts_per_step": 4, "group_size": 4, "minibatch_size": 8, "eval_prompts": 0}
     with pytest.raises(SystemExit, match="step 1: gradient norm nan"):
