@@ -683,8 +683,8 @@ def open_run(args, policy, optimizer, tokenizer):
     def prepare():
         (run_dir / "state").mkdir(parents=True, exist_ok=True)
         write_whole(run_dir / "args.json", json.dumps({**asdict(args), "resume": None}, indent=2) + "\n")
-        for path in (run_dir / "metrics.jsonl", run_dir / "samples.jsonl"):
-            lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        for path in run_dir.glob("*.jsonl"):
+            lines = path.read_text().splitlines(keepends=True)
             whole = [line for line in lines if line.endswith("\n")]  # the last may be half-written
             write_whole(path, "".join(line for line in whole if json.loads(line)["step"] <= last_step))
         if not (run_dir / "wandb_id").exists():
