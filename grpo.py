@@ -71,7 +71,7 @@ DEFAULTS = {
     "learning_rate": (1.5e-4, 1e-6),
     "warmup_steps": (8, 0),
     "minibatch_size": (64, 256),
-    "microbatch_tokens": (4096, 16384),
+    "microbatch_tokens": (1024, 16384),
     "eval_every": (20, 20),
     "eval_prompts": (512, 256),
     "save_every": (20, 20),
@@ -112,7 +112,7 @@ class Args:
     minibatch_size: int | None = None
     """completions per optimizer step, over all ranks (embedded: 64; real: 256)"""
     microbatch_tokens: int | None = None
-    """most padded tokens per forward and backward pass; changes speed and memory only (embedded: 4096; real: 16384)"""
+    """most padded tokens per forward and backward pass; changes speed and memory only (embedded: 1024; real: 16384)"""
     update_epochs: int = 1
     """passes over each rollout"""
     max_grad_norm: float = 1.0
@@ -284,19 +284,19 @@ def extract_answer(text):
             visible.append(part)
         thinking = part == "<think>" or (thinking and part != "</think>")
     text = " ".join(visible)
-    box, end = None, 0
-    while (start := text.find("\\boxed{", end)) >= 0:
+    braces, start, end = re.compile(r"\\.|[{}]", re.DOTALL), 0, 0
+    while (opening := text.find("\\boxed{", end)) >= 0:
         depth = 0
-        for brace in re.finditer(r"\\.|[{}]", text[start + 6 : start + 2000], re.DOTALL):
-            depth += {"{": 1, "}": -1}.get(brace.group(), 0)
+        for brace in braces.finditer(text, opening + 6, opening + 2000):
+            depth += 1 if brace[0] == "{" else -1 if brace[0] == "}" else 0
             if depth == 0:
                 break
         if depth != 0:
             return None  # cut off inside its box, or no answer but an essay
-        end = start + 6 + brace.end()
-        box = ("-" if text[start - 1 : start] in ("-", "\u2212") else "") + text[start + 7 : end - 1]
-    if box is not None:
-        return re.sub(r"^ *\\boxed\{([^{}]*)\} *$", r"\1", box)
+        start, end = opening, brace.end()
+    if end > 0:
+        sign = "-" if text[start - 1 : start] in ("-", "\u2212") else ""
+        return sign + re.sub(r"^ *\\boxed\{([^{}]*)\} *$", r"\1", text[start + 7 : end - 1])
     if "####" in text:
         return text.rpartition("####")[2].strip().partition("\n")[0]
     opening, closing = text.rfind("<answer>"), text.rfind("</answer>")
@@ -916,11 +916,12 @@ def main(args):
         sampler = copy.deepcopy(model).to(torch.bfloat16 if device.type == "cuda" else torch.float32)
     ref = shard(LogprobModel(copy.deepcopy(model)).requires_grad_(False), device) if args.kl_coef else None
     policy = shard(LogprobModel(model).train(), device)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    parameters = list(policy.parameters())
+    optimizer = torch.optim.AdamW(parameters, args.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
 
     last_step = open_run(args, policy, optimizer, tokenizer)
     if rank == 0:
-        num_parameters = sum(parameter.numel() for parameter in policy.parameters())
+        num_parameters = sum(parameter.numel() for parameter in parameters)
         print(f"{report}\n{run_dir}: {num_parameters / 1e6:.1f} M parameters on {world_size} x {device.type}")
     stop_signals = catch_signals()
     progress = tqdm(total=args.num_steps, initial=max(0, last_step), desc="grpo", unit="step", disable=rank > 0)
@@ -955,7 +956,7 @@ def main(args):
                 divisor = args.minibatch_size  # eq. 3 is a mean over completions
                 optimizer.zero_grad()
                 add_metrics(totals, accumulate_gradients(policy, batch, rows, divisor, update == 0, args))
-                grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+                grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
                 grad_norms.append(float(grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm))
                 if not math.isfinite(grad_norms[-1]):
                     raise SystemExit(

@@ -42,7 +42,7 @@ SIZES = {
         "minibatch_size": 64,
         "learning_rate": 1.5e-4,
         "warmup_steps": 8,
-        "microbatch_tokens": 4096,
+        "microbatch_tokens": 1024,
         "trl_batch_size": 64,  # per_device_train_batch_size: 64, 32 and 16 are equally fast within the noise
         "repeats": 3,
         "steps": 10,

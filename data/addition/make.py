@@ -2,7 +2,7 @@
 
     python data/addition/make.py [FOLDER]
 
-sft.jsonl    20,000 rows {prompt, completion}; 30 % of the completions show their work before the boxed answer
+sft.jsonl    20,000 rows {prompt, completion}; a third of the completions show their work before the boxed answer
 train.jsonl   4,096 rows {prompt, answer}
 test.jsonl      512 rows {prompt, answer}
 No prompt occurs twice, within a file or across files.
@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 
 FILES = {"test.jsonl": 512, "train.jsonl": 4096, "sft.jsonl": 20000}
-SHOW_WORK = 0.3
-NUM_TERMS = (2, 3, 3, 4, 4)  # there are only 9,801 ordered sums of two numbers
+SHOW_WORK = 0.33
+NUM_TERMS = (2, 3, 4, 4, 4)  # there are only 9,801 ordered sums of two numbers
 
 
 def make_sum(rng):
