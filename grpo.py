@@ -64,7 +64,7 @@ EVAL_SAMPLES = 4  # completions per held-out prompt, for pass@1, pass@2 and pass
 # What depends on the model: (embedded model, real model).
 DEFAULTS = {
     "system_prompt": ("", "Reason step by step, and put your final answer within \\boxed{}."),
-    "num_steps": (60, 200),
+    "num_steps": (40, 200),
     "prompts_per_step": (16, 64),
     "max_prompt_length": (32, 512),
     "max_completion_length": (48, 1024),
@@ -92,7 +92,7 @@ class Args:
 
     # rollout
     num_steps: int | None = None
-    """rollouts; with --resume, the new total (embedded: 60; real: 200)"""
+    """rollouts; with --resume, the new total (embedded: 40; real: 200)"""
     prompts_per_step: int | None = None
     """prompts per rollout, over all ranks (embedded: 16; real: 64)"""
     group_size: int = 8

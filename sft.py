@@ -56,7 +56,7 @@ HERE = Path(__file__).resolve().parent
 DEFAULTS = {
     "max_prompt_length": (32, 1024),
     "max_completion_length": (48, 1024),
-    "num_steps": (3000, 1000),
+    "num_steps": (2200, 1000),
     "learning_rate": (3e-3, 1e-5),
     "warmup_steps": (300, 50),
     "minibatch_size": (64, 64),
@@ -83,7 +83,7 @@ class Args:
 
     # optimization
     num_steps: int | None = None
-    """optimizer steps; with --resume, the new total (embedded: 3000; real: 1000)"""
+    """optimizer steps; with --resume, the new total (embedded: 2200; real: 1000)"""
     learning_rate: float | None = None
     """highest, reached after the warm-up; falls to 0 on a cosine (embedded: 3e-3; real: 1e-5)"""
     warmup_steps: int | None = None
