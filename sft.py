@@ -260,7 +260,7 @@ def collate(rows, pad_id, device):
 
 
 def make_embedded_model(seed, device):
-    """Return the embedded model, a small Qwen3 with random weights, and its tokenizer of 28 tokens."""
+    """Return the embedded model, a small Qwen3 with random weights, and its tokenizer of 29 tokens."""
     special = ["<|pad|>", "<|unknown|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
     # What rewards look for must be ordinary tokens: decoding would drop special ones.
     vocabulary = [*special, "<think>", "</think>", "\\boxed{", *"}0123456789+=;-*/., "]
