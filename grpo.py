@@ -12,7 +12,7 @@ https://arxiv.org/abs/2402.03300v3, equations 3 and 4.
     ε, β      --clip-eps, --kl-coef
 
 Departures from the paper
-- Two optimizer steps per rollout by default, where the paper makes one: with one the ratio is always 1.
+- Two optimizer steps per rollout, where the paper makes one and the ratio is always 1; groups of 8, in the paper of 64.
 - 1e-4 is added to the standard deviation (ddof 1), and a group of equal rewards has advantage 0; the paper is silent.
 - The reference stays the initial model; the paper's iterative variant replaces it between iterations.
 - The reward is a rule that checks the final answer, where the paper trains a reward model.
@@ -96,9 +96,9 @@ class Args:
     prompts_per_step: int | None = None
     """prompts per rollout, over all ranks (embedded: 16; real: 64)"""
     group_size: int = 8
-    """completions per prompt, G in the paper (which uses 64)"""
+    """completions per prompt, G in the paper"""
     max_completion_length: int | None = None
-    """tokens, the stop token included (embedded: 48; real: 1024, as the paper)"""
+    """tokens, the stop token included (embedded: 48; real: 1024)"""
     temperature: float = 1.0
     """sampling temperature; log-probabilities are those of this temperature too"""
     rollout_batch_size: int = 0
@@ -106,7 +106,7 @@ class Args:
 
     # optimization
     learning_rate: float | None = None
-    """of AdamW (embedded: 1.5e-4; real: 1e-6, section 4.2 of the paper)"""
+    """of AdamW (embedded: 1.5e-4; real: 1e-6, as the paper)"""
     warmup_steps: int | None = None
     """optimizer steps over which the learning rate rises from 0 (embedded: 8; real: 0)"""
     minibatch_size: int | None = None
@@ -128,7 +128,7 @@ class Args:
     save_every: int | None = None
     """steps between saves (embedded: 20; real: 20)"""
     run_dir: str | None = None
-    """new folder of this run (default: runs/grpo__SEED__TIME)"""
+    """new folder of this run (default: runs/SCRIPT__SEED__TIME)"""
     resume: str | None = None
     """folder of the run to continue, with its own settings; only --num-steps may be given besides"""
     seed: int = 1
@@ -138,7 +138,7 @@ class Args:
     wandb_project: str = "rl-for-language-models"
     """Weights & Biases project"""
 
-    # GRPO
+    # the algorithm
     clip_eps: float = 0.2
     """epsilon of eq. 3, which the paper does not give"""
     kl_coef: float = 0.04
@@ -169,7 +169,7 @@ def policy_loss(logprobs, old_logprobs, ref_logprobs, advantages, completion_mas
     mask = completion_mask.bool()
     lengths = mask.sum(1).clamp(min=1)  # (B,)
     advantages = advantages.unsqueeze(1)  # (B, 1)
-    # Masked before exp: whatever stands there, inf and nan included, must not reach the gradient.
+    # Masked first: whatever stands there, inf and nan included, must not reach the gradient.
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
     ratio = log_ratio.exp()  # (B, T)
     clipped_ratio = ratio.clamp(1 - clip_eps, 1 + clip_eps)
@@ -569,6 +569,17 @@ def accumulate_gradients(policy, batch, rows, divisor, on_policy, args):
     return totals
 
 
+def step_optimizer(policy, optimizer, learning_rate, max_grad_norm):
+    """Clip the gradients and make a step, or none if they are not finite; return their norm before clipping."""
+    grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), max_grad_norm)
+    grad_norm = float(grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    if math.isfinite(grad_norm):
+        optimizer.step()
+    return grad_norm
+
+
 def add_metrics(totals, metrics):
     """Add metrics to totals; where the key ends in _max, keep the larger."""
     for key, value in metrics.items():
@@ -768,8 +779,10 @@ def resolve_args(args):
 def check_args(args, world_size):
     """Exit with one line if the settings cannot work."""
     least = dict.fromkeys(("num_steps", "rollout_batch_size", "warmup_steps", "eval_prompts"), 0)
-    least |= dict.fromkeys(("prompts_per_step", "max_prompt_length", "max_completion_length", "minibatch_size"), 1)
-    least |= dict.fromkeys(("microbatch_tokens", "update_epochs", "eval_every", "save_every"), 1)
+    least |= dict.fromkeys(("prompts_per_step", "group_size", "max_prompt_length", "max_completion_length"), 1)
+    least |= dict.fromkeys(("microbatch_tokens", "eval_every", "save_every"), 1)
+    least |= dict.fromkeys(("minibatch_size", "update_epochs"), 1)
+    least |= dict.fromkeys([name for name in vars(args) if name.startswith(("clip_eps", "kl_coef"))], 0)
     for name, value in least.items():
         if getattr(args, name) < value:
             raise SystemExit(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {value}")
@@ -778,11 +791,10 @@ def check_args(args, world_size):
             raise SystemExit(f"--{name.replace('_', '-')} {getattr(args, name)}: must be positive")
     if args.group_size < 2:
         raise SystemExit(f"--group-size {args.group_size}: must be at least 2, one completion alone has advantage 0")
-    for name in ("prompts_per_step", "minibatch_size"):
-        if getattr(args, name) % world_size:
-            raise SystemExit(
-                f"--{name.replace('_', '-')} {getattr(args, name)} does not divide over {world_size} ranks"
-            )
+    if args.prompts_per_step % world_size:
+        raise SystemExit(f"--prompts-per-step {args.prompts_per_step} does not divide over {world_size} ranks")
+    if args.minibatch_size % world_size:
+        raise SystemExit(f"--minibatch-size {args.minibatch_size} does not divide over {world_size} ranks")
     if args.prompts_per_step * args.group_size % args.minibatch_size:
         raise SystemExit(
             f"--prompts-per-step {args.prompts_per_step} times --group-size {args.group_size} is not a multiple of "
@@ -839,7 +851,7 @@ def rollout_metrics(batch, group_size):
     lengths = batch["completion_mask"].sum(1)
     return {
         "reward/mean": groups.mean(),
-        "reward/std": groups.std(1).mean(),
+        "reward/std": groups.std(1, correction=min(1, group_size - 1)).mean(),
         "reward/zero_std_all_right": (equal & (groups[:, 0] == 1)).float().mean(),
         "reward/zero_std_all_wrong": (equal & (groups[:, 0] != 1)).float().mean(),
         "rollout/length_mean": lengths.float().mean(),
@@ -885,7 +897,7 @@ def print_summary(run_dir, args):
     evals = [line for line in lines if "eval/accuracy" in line]
     last_step = lines[-1]["step"]
     seconds = sum(line.get("perf/step_seconds", 0.0) for line in lines)
-    completions = last_step * args.prompts_per_step * args.group_size
+    completions = sum(line.get("rollout/completions", 0) for line in lines)
     rate = completions / max(seconds, 1e-9)
     print(f"\n{last_step} steps in {seconds:.0f} s: {completions} completions, {rate:.0f} a second")
     for key, name in (("eval/accuracy", "greedy accuracy"), ("eval/pass@1", "pass@1"), ("eval/pass@4", "pass@4")):
@@ -916,17 +928,19 @@ def main(args):
         sampler = copy.deepcopy(model).to(torch.bfloat16 if device.type == "cuda" else torch.float32)
     ref = shard(LogprobModel(copy.deepcopy(model)).requires_grad_(False), device) if args.kl_coef else None
     policy = shard(LogprobModel(model).train(), device)
-    parameters = list(policy.parameters())
-    optimizer = torch.optim.AdamW(parameters, args.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), args.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+    )
 
     last_step = open_run(args, policy, optimizer, tokenizer)
     if rank == 0:
-        num_parameters = sum(parameter.numel() for parameter in parameters)
+        num_parameters = sum(parameter.numel() for parameter in policy.parameters())
         print(f"{report}\n{run_dir}: {num_parameters / 1e6:.1f} M parameters on {world_size} x {device.type}")
     stop_signals = catch_signals()
-    progress = tqdm(total=args.num_steps, initial=max(0, last_step), desc="grpo", unit="step", disable=rank > 0)
-    minibatch_rows = args.minibatch_size // world_size
-    updates_per_step = args.update_epochs * args.prompts_per_step * args.group_size // args.minibatch_size
+    progress = tqdm(
+        total=args.num_steps, initial=max(0, last_step), desc=Path(__file__).stem, unit="step", disable=rank > 0
+    )
+    minibatches_per_epoch = args.prompts_per_step * args.group_size // args.minibatch_size
 
     for step in range(last_step + 1, args.num_steps + 1):  # step 0 only evaluates
         metrics, clock = {}, [time.perf_counter()]
@@ -940,49 +954,51 @@ def main(args):
             batch["advantages"] = compute_advantages(batch["rewards"], args.group_size)
             clock.append(time.perf_counter())
 
-            # log-probabilities under the reference, and under the sampling policy where it will have moved on
-            orders = [torch.randperm(len(texts), device=device) for _ in range(args.update_epochs)]
-            later_rows = orders[0][minibatch_rows if args.update_epochs == 1 else 0 :]
+            # log-probabilities before the update, of those rows that will be needed
+            orders = [torch.randperm(len(batch["rewards"]), device=device) for _ in range(args.update_epochs)]
+            minibatches = [rows for order in orders for rows in order.tensor_split(minibatches_per_epoch)]
+            later_rows = orders[0][len(minibatches[0]) if args.update_epochs == 1 else 0 :]
+            # Rows of zero advantage have no policy gradient; they still count in the divisor.
+            live = (batch["advantages"] != 0) | (ref is not None)  # (B,)
+            later_rows = later_rows[live[later_rows]]
             batch["old_logprobs"] = lookup_logprobs(policy, batch, later_rows, args.microbatch_tokens, args.temperature)
             if ref is not None:
                 batch["ref_logprobs"] = lookup_logprobs(ref, batch, orders[0], args.microbatch_tokens, args.temperature)
             clock.append(time.perf_counter())
 
             # update: one optimizer step per minibatch
-            totals, grad_norms = {}, []
-            for update, rows in enumerate(rows for order in orders for rows in order.split(minibatch_rows)):
-                if not args.kl_coef:  # rows of zero advantage have no gradient, but still count in the divisor
-                    rows = rows[batch["advantages"][rows] != 0]
-                divisor = args.minibatch_size  # eq. 3 is a mean over completions
+            totals, divisors, grad_norms = {}, [], []
+            for update, rows in enumerate(minibatches):
+                divisor = args.minibatch_size  # a mean over completions
+                divisors.append(divisor)
+                rows = rows[live[rows]]
                 optimizer.zero_grad()
                 add_metrics(totals, accumulate_gradients(policy, batch, rows, divisor, update == 0, args))
-                grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
-                grad_norms.append(float(grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm))
+                optimizer_step = (step - 1) * len(minibatches) + update + 1
+                learning_rate = args.learning_rate * min(1.0, optimizer_step / max(1, args.warmup_steps))
+                grad_norms.append(step_optimizer(policy, optimizer, learning_rate, args.max_grad_norm))
                 if not math.isfinite(grad_norms[-1]):
                     raise SystemExit(
                         f"step {step}: gradient norm {grad_norms[-1]}; the last good state is in {run_dir}"
                     )
-                optimizer_step = (step - 1) * updates_per_step + update + 1
-                learning_rate = args.learning_rate * min(1.0, optimizer_step / max(1, args.warmup_steps))
-                for group in optimizer.param_groups:
-                    group["lr"] = learning_rate
-                optimizer.step()
             clock.append(time.perf_counter())
 
             # metrics of the whole step, over all ranks
             totals = reduce_metrics(totals)
-            num_tokens, num_updates = totals.pop("num_tokens"), len(grad_norms)
-            divisors = {"policy": num_tokens, "loss": num_updates * args.minibatch_size}
+            num_tokens = totals.pop("num_tokens")
+            counts = {"policy": num_tokens, "loss": sum(divisors)}
             for key, total in totals.items():
-                metrics[key] = total if key.endswith("_max") else total / max(1, divisors[key.split("/")[0]])
+                count = counts[key.split("/")[0]]
+                metrics[key] = total if key.endswith("_max") else total / max(1, count)
             for key, total in reduce_metrics(rollout_metrics(batch, args.group_size)).items():
                 metrics[key] = total if key.endswith("_max") else total / world_size
-            metrics["optim/grad_norm"] = sum(grad_norms) / num_updates
+            metrics["rollout/completions"] = len(batch["rewards"]) * world_size
+            metrics["optim/grad_norm"] = sum(grad_norms) / len(grad_norms)
             metrics["optim/learning_rate"] = learning_rate
             seconds = [after - before for before, after in zip(clock, clock[1:])]
             metrics |= dict(zip(("perf/rollout_seconds", "perf/logprob_seconds", "perf/update_seconds"), seconds))
             metrics["perf/step_seconds"] = sum(seconds)
-            rollout_tokens = metrics["rollout/length_mean"] * args.prompts_per_step * args.group_size
+            rollout_tokens = metrics["rollout/length_mean"] * metrics["rollout/completions"]
             metrics["perf/rollout_tokens_per_second"] = rollout_tokens / seconds[0]
             metrics["perf/train_tokens_per_second"] = num_tokens / (seconds[1] + seconds[2])
             peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -455,6 +455,17 @@ def accumulate_gradients(policy, batch, rows, divisor, args):
     return totals
 
 
+def step_optimizer(policy, optimizer, learning_rate, max_grad_norm):
+    """Clip the gradients and make a step, or none if they are not finite; return their norm before clipping."""
+    grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), max_grad_norm)
+    grad_norm = float(grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    if math.isfinite(grad_norm):
+        optimizer.step()
+    return grad_norm
+
+
 def add_metrics(totals, metrics):
     """Add metrics to totals; where the key ends in _max, keep the larger."""
     for key, value in metrics.items():
@@ -738,16 +749,12 @@ def main(args):
             optimizer.zero_grad()
             rows = torch.arange(len(batch["lengths"]), device=device)
             totals = reduce_metrics(accumulate_gradients(policy, batch, rows, divisor, args))
-            grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-            grad_norm = float(grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm)
-            if not math.isfinite(grad_norm):
-                raise SystemExit(f"step {step}: gradient norm {grad_norm}; the last good state is in {run_dir}")
             decay = (step - args.warmup_steps) / max(1, args.num_steps - args.warmup_steps)
             factor = 0.5 * (1 + math.cos(math.pi * max(0.0, decay)))
             learning_rate = args.learning_rate * min(step / max(1, args.warmup_steps), factor)
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate
-            optimizer.step()
+            grad_norm = step_optimizer(policy, optimizer, learning_rate, args.max_grad_norm)
+            if not math.isfinite(grad_norm):
+                raise SystemExit(f"step {step}: gradient norm {grad_norm}; the last good state is in {run_dir}")
             seconds = time.perf_counter() - started
             metrics["loss/nll"] = totals["loss/nll"] / divisor
             metrics["policy/entropy"] = totals["policy/entropy"] / divisor

@@ -210,7 +210,7 @@ def test_help_works_on_an_ascii_console_and_writes_nothing(tmp_path):
 
 METRICS = set(
     """reward/mean reward/std reward/zero_std_all_right reward/zero_std_all_wrong
-    rollout/length_mean rollout/length_max rollout/truncated
+    rollout/completions rollout/length_mean rollout/length_max rollout/truncated
     policy/approx_kl policy/ref_kl policy/clip_fraction_low policy/clip_fraction_high policy/entropy policy/ratio_max
     optim/grad_norm optim/learning_rate""".split()
 )
