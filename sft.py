@@ -51,6 +51,7 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 HERE = Path(__file__).resolve().parent
+MODEL, DATASET = None, str(HERE / "data" / "addition" / "sft.jsonl")
 
 # What depends on the model: (embedded model, trained from random weights; real model).
 DEFAULTS = {
@@ -541,7 +542,9 @@ def save_checkpoint(run_dir, policy, tokenizer):
     def publish():
         unfinished = run_dir / "checkpoint.unfinished"
         shutil.rmtree(unfinished, ignore_errors=True)
-        policy.model.save_pretrained(unfinished, state_dict={key.removeprefix("model."): state[key] for key in state})
+        policy.model.save_pretrained(
+            unfinished, state_dict={key.removeprefix("model."): state[key] for key in state if key.startswith("model.")}
+        )
         tokenizer.save_pretrained(unfinished)
         shutil.rmtree(run_dir / "checkpoint", ignore_errors=True)
         unfinished.rename(run_dir / "checkpoint")
@@ -556,7 +559,8 @@ def load_state(run_dir, policy, optimizer):
         return 0
     model_state, optimizer_state = get_state_dict(policy, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state}
-    dcp.load(state, checkpoint_id=steps[-1], no_dist=not dist.is_initialized())
+    with warnings.catch_warnings(action="ignore"):  # that one process loads alone is meant
+        dcp.load(state, checkpoint_id=steps[-1], no_dist=not dist.is_initialized())
     set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     return int(steps[-1].name)
 
@@ -646,7 +650,7 @@ def resolve_args(args):
     values = {name: getattr(args, name) for name in names}
     for name, defaults in DEFAULTS.items():
         values[name] = defaults[not is_embedded(args.model)] if values[name] is None else values[name]
-    values["dataset"] = args.dataset or str(HERE / "data" / "addition" / "sft.jsonl")
+    values |= {"model": args.model or MODEL, "dataset": args.dataset or DATASET}
     run_dir = [args.run_dir or f"runs/{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"]
     if dist.is_initialized():
         dist.broadcast_object_list(run_dir)  # the clocks of ranks differ

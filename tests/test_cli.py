@@ -2,25 +2,34 @@
 
 import ast
 import json
+import math
 import os
 import re
 import shutil
 import subprocess
 import sys
 from dataclasses import asdict, fields
+from itertools import permutations
 from pathlib import Path
 
 import datasets
 import pytest
 import torch
+import tyro
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import dapo
+import dr_grpo
 import grpo
+import gspo
+import reinforce
 
+SCRIPTS = [grpo, reinforce, dr_grpo, dapo, gspo]
+NAMES = [script.__name__ for script in SCRIPTS]
 SCRIPT = Path(grpo.__file__)
 TINY = SCRIPT.parent / "models" / "tiny"
 SMALL = {"num_steps": 1, "prompts_per_step": 2, "group_size": 2, "minibatch_size": 2, "max_completion_length": 4}
-SMALL |= {"eval_prompts": 2}
+SMALL |= {"eval_prompts": 2, "overlong_buffer": 2}
 
 
 @pytest.fixture
@@ -41,17 +50,31 @@ def write_lines(path, *rows):
     return path.name
 
 
-def exit_message(**settings):
+def names_of(script):
+    return [field.name for field in fields(script.Args)]
+
+
+def small(script):
+    """Those of the small settings that the script has."""
+    return {name: value for name, value in SMALL.items() if name in names_of(script)}
+
+
+def exit_message(script=grpo, **settings):
     """Run main and return the line it exits with; a message, unlike None or 0, is exit status 1."""
     with pytest.raises(SystemExit) as caught:
-        grpo.main(grpo.Args(**{"dataset": "sums.jsonl", **SMALL, **settings}))
+        script.main(script.Args(**{"dataset": "sums.jsonl", **small(script), **settings}))
     message = caught.value.code
     assert isinstance(message, str) and 0 < len(message) < 600 and "\n" not in message
     return message
 
 
+def read_metrics(run_dir):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
 # ---- bad input
 
+BASELINES = ["none", "group_mean", "leave_one_out"]
 BAD_SETTINGS = [
     ({"model": "no/such/model"}, "--model no/such/model: there is no such folder"),
     ({"dataset": "no_such_file.jsonl"}, "--dataset no_such_file.jsonl: cannot be loaded"),
@@ -65,15 +88,48 @@ BAD_SETTINGS = [
     ({"update_epochs": 0}, "--update-epochs 0"),
     ({"max_prompt_length": 200, "max_completion_length": 100}, "300, over the model's context of 256"),
     ({"max_prompt_length": 3}, "0 training prompts; dropped: 8 longer than 3 tokens"),
+    ({"overlong_buffer": 5}, "--overlong-buffer 5 is over --max-completion-length 4"),
+    ({"overlong_buffer": -1}, "--overlong-buffer -1"),
+    ({"max_rounds": 0}, "--max-rounds 0"),
+    ({"clip_eps": -0.1}, "--clip-eps -0.1"),
+    ({"clip_eps_low": -0.1}, "--clip-eps-low -0.1"),
+    ({"clip_eps_high": -0.1}, "--clip-eps-high -0.1"),
+    ({"kl_coef": -0.1}, "--kl-coef -0.1"),
 ]
+BAD_CASES = [(script, *case) for script in SCRIPTS for case in BAD_SETTINGS if {*case[0]} <= {*names_of(script)}]
 
 
-@pytest.mark.parametrize("settings, expected", BAD_SETTINGS)
-def test_bad_settings_exit_with_one_line_and_leave_nothing_behind(folder, settings, expected):
-    assert re.search(expected, exit_message(**settings))
+@pytest.mark.parametrize("script, settings, expected", BAD_CASES)
+def test_bad_settings_exit_with_one_line_and_leave_nothing_behind(folder, script, settings, expected):
+    assert re.search(expected, exit_message(script, **settings))
     assert not (folder / "runs").exists()
-    assert re.search(expected, exit_message(**settings, run_dir="mine"))
+    assert re.search(expected, exit_message(script, **settings, run_dir="mine"))
     assert not (folder / "mine").exists()
+
+
+@pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out"])
+def test_one_completion_a_prompt_is_refused_where_the_baseline_is_that_of_a_group(folder, baseline):
+    assert "--group-size 1" in exit_message(reinforce, baseline=baseline, group_size=1)
+    assert not (folder / "runs").exists()
+
+
+def test_one_completion_a_prompt_trains_without_a_baseline(tmp_path):
+    sizes = {"num_steps": 2, "prompts_per_step": 8, "group_size": 1, "eval_prompts": 4}
+    reinforce.main(reinforce.Args(run_dir=str(tmp_path / "run"), baseline="none", **sizes))
+    lines = read_metrics(tmp_path / "run")
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert all(math.isfinite(value) for line in lines for value in line.values())
+    assert all(line["optim/grad_norm"] > 0 and line["rollout/completions"] == 8 for line in lines[1:])
+    assert all(line["reward/std"] == 0 for line in lines[1:])
+
+
+def test_an_unknown_baseline_is_refused(capsys):
+    with pytest.raises(SystemExit) as caught:
+        tyro.cli(reinforce.Args, args=["--baseline", "median"])
+    assert caught.value.code not in (0, None)
+    text = capsys.readouterr().err
+    assert "--baseline" in text and "median" in text and all(name in text for name in BASELINES)
+    assert [tyro.cli(reinforce.Args, args=["--baseline", name]).baseline for name in BASELINES] == BASELINES
 
 
 BAD_ROWS = [
@@ -119,9 +175,9 @@ def test_a_run_folder_that_exists_is_left_alone(folder, content):
 # ---- --resume
 
 
-def resume_message(**settings):
+def resume_message(script=grpo, **settings):
     with pytest.raises(SystemExit) as caught:
-        grpo.main(grpo.Args(**settings))
+        script.main(script.Args(**settings))
     assert isinstance(caught.value.code, str) and "\n" not in caught.value.code
     return caught.value.code
 
@@ -132,7 +188,7 @@ def test_resume_of_something_that_is_no_run(folder):
 
 
 @pytest.mark.parametrize("added, removed", [({"baseline": "none"}, ()), ({}, ("kl_coef",))])
-def test_resume_of_a_run_of_another_script(folder, added, removed):
+def test_resume_of_a_run_of_another_version(folder, added, removed):
     saved = {key: value for key, value in (asdict(grpo.Args()) | added).items() if key not in removed}
     (folder / "other").mkdir()
     write_lines(folder / "other" / "args.json", saved)
@@ -140,10 +196,21 @@ def test_resume_of_a_run_of_another_script(folder, added, removed):
     assert [json.loads(path.read_text()) for path in (folder / "other").iterdir()] == [saved]
 
 
-def test_resume_with_another_flag(folder):
+@pytest.mark.parametrize("script, other", list(permutations(SCRIPTS, 2)))
+def test_resume_of_a_run_of_another_script(folder, script, other):
+    """Scripts are told apart by the names of their settings."""
+    assert set(names_of(script)) != set(names_of(other))
+    (folder / "other").mkdir()
+    write_lines(folder / "other" / "args.json", asdict(other.Args()))
+    assert "another script or version" in resume_message(script, resume="other")
+    assert [json.loads(path.read_text()) for path in (folder / "other").iterdir()] == [asdict(other.Args())]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_resume_with_another_flag(folder, script):
     (folder / "run").mkdir()
-    (folder / "run" / "args.json").write_text(json.dumps(asdict(grpo.Args())))
-    message = resume_message(resume="run", group_size=4, learning_rate=1e-5, num_steps=9)
+    (folder / "run" / "args.json").write_text(json.dumps(asdict(script.Args())))
+    message = resume_message(script, resume="run", group_size=4, learning_rate=1e-5, num_steps=9)
     assert "drop --group-size, --learning-rate;" in message and "only --num-steps" in message
     assert [path.name for path in (folder / "run").iterdir()] == ["args.json"]
 
@@ -151,19 +218,56 @@ def test_resume_with_another_flag(folder):
 # ---- the default depends on the model
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("model, which", [(None, 0), (str(TINY), 0), ("some/model", 1)])
-def test_defaults_follow_the_model(model, which):
-    resolved = grpo.resolve_args(grpo.Args(model=model))
-    assert {name: getattr(resolved, name) for name in grpo.DEFAULTS} == {k: v[which] for k, v in grpo.DEFAULTS.items()}
-    assert grpo.resolve_args(grpo.Args(model=model, num_steps=7, system_prompt="x")).num_steps == 7
+def test_defaults_follow_the_model(script, model, which):
+    resolved = script.resolve_args(script.Args(model=model))
+    expected = {name: values[which] for name, values in script.DEFAULTS.items()}
+    assert {name: getattr(resolved, name) for name in expected} == expected
+    assert script.resolve_args(script.Args(model=model, num_steps=7, system_prompt="x")).num_steps == 7
 
 
-# ---- the script's help
+# Flags whose default is not that of the other scripts.
+OWN_DEFAULTS = {
+    "reinforce": {"warmup_steps"},
+    "dr_grpo": set(),
+    "dapo": {"num_steps", "warmup_steps", "minibatch_size"},
+    "gspo": {"minibatch_size"},
+}
 
 
-def parse_help():
+def defaults_of(script):
+    return {field.name: (field.default, script.DEFAULTS.get(field.name)) for field in fields(script.Args)}
+
+
+@pytest.mark.parametrize("script", SCRIPTS[1:])
+def test_flags_of_one_name_have_one_type_and_mostly_one_default(script):
+    common = {*names_of(script)} & {*names_of(grpo)}
+    types, expected = ({field.name: field.type for field in fields(s.Args)} for s in (script, grpo))
+    assert {name: types[name] for name in common} == {name: expected[name] for name in common}
+    defaults, expected = defaults_of(script), defaults_of(grpo)
+    assert {name for name in common if defaults[name] != expected[name]} == OWN_DEFAULTS[script.__name__]
+
+
+def test_flags_that_grpo_does_not_have():
+    added = {script.__name__: {*names_of(script)} - {*names_of(grpo)} for script in SCRIPTS[1:]}
+    ranges = {"clip_eps_low", "clip_eps_high"}
+    assert added == {
+        "reinforce": {"baseline"},
+        "dr_grpo": set(),
+        "dapo": {"max_rounds", "overlong_buffer", *ranges},
+        "gspo": ranges,
+    }
+    types = [{field.name: field.type for field in fields(script.Args)} for script in (dapo, gspo)]
+    assert all(types[0][name] is float and types[1][name] is float for name in ranges)
+
+
+# ---- the scripts' help
+
+
+def parse_help(script):
     """{field: the string under it in the source}."""
-    tree = ast.parse(SCRIPT.read_text(encoding="utf-8"))
+    tree = ast.parse(Path(script.__file__).read_text(encoding="utf-8"))
     body = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Args").body
     return {
         field.target.id: text.value.value
@@ -172,19 +276,22 @@ def parse_help():
     }
 
 
-def test_every_flag_has_one_line_of_ascii_help():
-    help_lines = parse_help()
-    assert list(help_lines) == [field.name for field in fields(grpo.Args)]
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_flag_has_one_line_of_ascii_help(script):
+    help_lines = parse_help(script)
+    assert list(help_lines) == names_of(script)
     assert len(help_lines) <= 32
     for text in help_lines.values():
         assert text.isascii() and text.strip() and "\n" not in text
 
 
-def test_help_states_both_defaults_where_they_depend_on_the_model():
-    help_lines = parse_help()
-    optional = [f.name for f in fields(grpo.Args) if f.default is None]
-    assert set(optional) - set(grpo.DEFAULTS) == {"model", "dataset", "run_dir", "resume"}
-    for name, values in grpo.DEFAULTS.items():
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_states_both_defaults_where_they_depend_on_the_model(script):
+    help_lines = parse_help(script)
+    optional = [f.name for f in fields(script.Args) if f.default is None]
+    assert set(optional) - set(script.DEFAULTS) == {"model", "dataset", "run_dir", "resume"}
+    assert set(script.DEFAULTS) <= set(optional)
+    for name, values in script.DEFAULTS.items():
         stated = re.search(r"\(embedded: (\S+); real: ([^,)\s]+)", help_lines[name])
         if name == "system_prompt":
             assert "(embedded: none; real: asks for steps and a boxed answer)" in help_lines[name]
@@ -193,17 +300,52 @@ def test_help_states_both_defaults_where_they_depend_on_the_model():
             assert tuple(map(float, stated.groups())) == values
 
 
-def test_help_works_on_an_ascii_console_and_writes_nothing(tmp_path):
-    shutil.copy(SCRIPT, tmp_path)
-    environment = os.environ | {"PYTHONIOENCODING": "ascii", "LC_ALL": "C", "PYTHONUTF8": "0", "COLUMNS": "200"}
-    environment |= {"PYTHONDONTWRITEBYTECODE": "1", "HOME": str(tmp_path), "HF_HOME": str(tmp_path / "hf")}
-    command = [sys.executable, "grpo.py", "--help"]
-    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True)
+# Scripts are run one after the other in one process: importing torch is most of the time.
+RUN_EACH = """
+import os, runpy, sys
+flags = sys.argv[1:]
+for name in sorted(os.listdir()):
+    os.chdir(name)
+    sys.argv = [f"{name}.py", *(flags or open("flags.txt").read().split())]
+    try:
+        runpy.run_path(f"{name}.py", run_name="__main__")
+    except SystemExit as error:
+        assert not error.code, (name, error.code)
+    print(f"\\n==== end of {name}")
+    os.chdir("..")
+"""
+
+
+def run_each(folder, *flags, **environment):
+    """Run a copy of each script, alone in a folder of its name, with flags or those in flags.txt; return outputs."""
+    command = [sys.executable, "-c", RUN_EACH, *flags]
+    result = subprocess.run(command, cwd=folder, env=os.environ | environment, capture_output=True)
     assert result.returncode == 0, result.stderr.decode()
-    text = result.stdout.decode("ascii")
-    for field in fields(grpo.Args):
-        assert re.search(rf"--{field.name.replace('_', '-')}\b", text), field.name
-    assert [path.name for path in tmp_path.iterdir()] == ["grpo.py"]
+    parts = re.split(r"\n==== end of (\w+)\n", result.stdout.decode("ascii"))
+    return dict(zip(parts[1::2], parts[::2]))
+
+
+@pytest.fixture(scope="module")
+def helps(tmp_path_factory):
+    """The folder of the copied scripts, and what --help prints of each."""
+    folder, home = (tmp_path_factory.mktemp(name) for name in ("help", "home"))
+    for script in SCRIPTS:
+        (folder / script.__name__).mkdir()
+        shutil.copy(script.__file__, folder / script.__name__)
+    environment = {"PYTHONIOENCODING": "ascii", "LC_ALL": "C", "PYTHONUTF8": "0", "COLUMNS": "200"}
+    environment |= {"PYTHONDONTWRITEBYTECODE": "1", "HOME": str(home), "HF_HOME": str(home / "hf")}
+    texts = run_each(folder, "--help", **environment)
+    assert list(home.iterdir()) == []
+    return folder, texts
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_works_on_an_ascii_console_and_writes_nothing(helps, script):
+    folder, texts = helps
+    for name in names_of(script):
+        assert re.search(rf"--{name.replace('_', '-')}\b", texts[script.__name__]), name
+    assert f"usage: {script.__name__}.py" in texts[script.__name__]
+    assert [path.name for path in (folder / script.__name__).iterdir()] == [f"{script.__name__}.py"]
 
 
 # ---- a script copied elsewhere
@@ -211,45 +353,64 @@ def test_help_works_on_an_ascii_console_and_writes_nothing(tmp_path):
 METRICS = set(
     """reward/mean reward/std reward/zero_std_all_right reward/zero_std_all_wrong
     rollout/completions rollout/length_mean rollout/length_max rollout/truncated
-    policy/approx_kl policy/ref_kl policy/clip_fraction_low policy/clip_fraction_high policy/entropy policy/ratio_max
-    optim/grad_norm optim/learning_rate""".split()
+    policy/entropy loss/policy optim/grad_norm optim/learning_rate""".split()
 )
+RATIO = {"policy/approx_kl", "policy/ratio_max"}
+CLIP = {"policy/clip_fraction_low", "policy/clip_fraction_high"}
+OWN_METRICS = {
+    "grpo": RATIO | CLIP | {"policy/ref_kl", "loss/kl"},
+    "reinforce": set(),
+    "dr_grpo": RATIO | CLIP,
+    "dapo": RATIO | CLIP | {"rollout/rounds", "rollout/groups", "rollout/prompts_consumed"},
+    "gspo": RATIO | {"policy/clip_fraction_sequences_low", "policy/clip_fraction_sequences_high"},
+}
 
 
 @pytest.fixture(scope="module")
-def finished_run(tmp_path_factory):
-    """The folder of a run of one step, made by a copy of the script somewhere else."""
+def finished_runs(tmp_path_factory):
+    """{script: the folder of a run of one step}, each made by a copy of the script somewhere else."""
     folder = tmp_path_factory.mktemp("elsewhere")
-    shutil.copy(SCRIPT, folder)
-    write_sums(folder / "sums.jsonl")
-    command = [sys.executable, "grpo.py", "--model", str(TINY), "--dataset", "sums.jsonl", "--run-dir", "runs/one"]
-    for name, value in SMALL.items():
-        command += ["--" + name.replace("_", "-"), str(value)]
-    environment = os.environ | {"HF_DATASETS_CACHE": str(folder / "cache")}
-    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert "runs/one/checkpoint" in result.stdout and "--resume runs/one" in result.stdout
-    return folder / "runs" / "one"
+    for script in SCRIPTS:
+        place = folder / script.__name__
+        place.mkdir()
+        shutil.copy(script.__file__, place)
+        write_sums(place / "sums.jsonl")
+        flags = {"model": TINY, "dataset": "sums.jsonl", "run_dir": "runs/one", **small(script)}
+        flags = [f"--{name.replace('_', '-')} {value}" for name, value in flags.items()]
+        (place / "flags.txt").write_text(" ".join(flags))
+    outputs = run_each(folder, HF_DATASETS_CACHE=str(tmp_path_factory.mktemp("cache")))
+    for name, output in outputs.items():
+        assert "runs/one/checkpoint" in output and f"{name}.py --resume runs/one" in output
+    return {name: folder / name / "runs" / "one" for name in outputs}
 
 
-def test_a_run_writes_its_five_parts(finished_run):
+@pytest.fixture(params=SCRIPTS, ids=NAMES)
+def script(request):
+    return request.param
+
+
+@pytest.fixture
+def finished_run(finished_runs, script):
+    return finished_runs[script.__name__]
+
+
+def test_a_run_writes_its_five_parts(finished_run, script):
     names = {path.name for path in finished_run.iterdir()}
     assert names >= {"args.json", "metrics.jsonl", "samples.jsonl", "checkpoint", "state"}
     assert not [name for name in names if "unfinished" in name]
     assert [path.name for path in (finished_run / "state").iterdir()] == ["00000001"]
     saved = json.loads((finished_run / "args.json").read_text())
-    assert list(saved) == [field.name for field in fields(grpo.Args)]
-    assert SMALL.items() <= saved.items() and saved["learning_rate"] == grpo.DEFAULTS["learning_rate"][0]
+    assert list(saved) == names_of(script)
+    assert small(script).items() <= saved.items() and saved["learning_rate"] == script.DEFAULTS["learning_rate"][0]
 
 
-def test_keys_of_the_metrics(finished_run):
-    lines = [json.loads(line) for line in (finished_run / "metrics.jsonl").read_text().splitlines()]
+def test_keys_of_the_metrics(finished_run, script):
+    lines = read_metrics(finished_run)
     assert [line["step"] for line in lines] == [0, 1]
     evaluation = {"step", "eval/accuracy", "eval/pass@1", "eval/pass@2", "eval/pass@4"}
     keys = [{key for key in line if not key.startswith("perf/")} for line in lines]
     assert keys[0] == evaluation
-    losses = {key for key in keys[1] if key.startswith("loss/")}
-    assert keys[1] - losses == evaluation | METRICS and "loss/policy" in losses
+    assert keys[1] == evaluation | METRICS | OWN_METRICS[script.__name__]
     assert "perf/step_seconds" in lines[1]
 
 

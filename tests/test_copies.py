@@ -42,7 +42,7 @@ SHARED = {
     "append_line": ALL,
     "catch_signals": ALL,
     "is_embedded": ALL,
-    "resolve_args": ONLINE,
+    "resolve_args": ALL,
     "pick_rows": ALL,
     "rollout": ONLINE,
     "rollout_metrics": ONLINE,
@@ -53,7 +53,7 @@ SHARED = {
 }
 # Functions of one name that differ by design: everywhere, or in scripts that are not in the table.
 OWN = {"Args", "compute_advantages", "policy_loss", "accumulate_gradients", "check_args", "main"}
-OWN_OF = {"resolve_args": ("sft",), "evaluate": ("sft",), "print_summary": ("sft",)}
+OWN_OF = {"evaluate": ("sft",), "print_summary": ("sft",)}
 
 
 def definitions(script):

@@ -1,5 +1,6 @@
 """A run that is killed and resumed equals one that never was: real processes, real kill -9."""
 
+import importlib
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import tyro
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).parent.parent
@@ -19,6 +21,10 @@ GRPO = (
 SFT = (
     "--num-steps 6 --minibatch-size 8 --eval-prompts 8 --eval-every 3 --save-every 2 --warmup-steps 2 --seed 3".split()
 )
+REINFORCE = (
+    "--num-steps 6 --prompts-per-step 4 --group-size 4 --max-completion-length 32 --eval-prompts 8 "
+    "--eval-every 3 --save-every 2 --warmup-steps 2 --seed 3"
+).split()
 
 # Each kills its own process with SIGKILL at one exact moment.
 KILLS = {
@@ -96,6 +102,27 @@ def test_killed_and_resumed_run_is_bit_identical(script, flags, kill_at_call, tm
     assert_same_run(run, tmp_path / "reference")
 
 
+@pytest.mark.parametrize(
+    ("script", "flags", "kill_at_call"),
+    [("reinforce", REINFORCE, "5"), ("dr_grpo", GRPO, "10"), ("dapo", GRPO, "10"), ("gspo", GRPO, "10")],
+)
+def test_run_killed_once_and_resumed_is_bit_identical(script, flags, kill_at_call, tmp_path):
+    """The killed run is a process of its own; the others are in this one, which has not seen what that one did."""
+    reference, run = tmp_path / "reference", tmp_path / "run"
+    kill = KILLS["in the first step after a save"].replace("KILL_AT_CALL", kill_at_call)
+    process = start(script, [*flags, "--run-dir", str(run)], kill)
+    module = importlib.import_module(script)
+    module.main(tyro.cli(module.Args, args=[*flags, "--run-dir", str(reference)]))
+    finish(process, -signal.SIGKILL)
+    assert logged(run)[-1]["step"] == 4 and len(logged(run)) == 5
+    module.main(module.Args(resume=str(run)))
+    assert_same_run(run, reference)
+    if script == "dapo":
+        rounds = [line["rollout/rounds"] for line in logged(run)[1:]]
+        assert max(rounds[:4]) > 1 and max(rounds[4:]) > 1, rounds
+        assert logged(run)[4]["rollout/prompts_consumed"] == 4 * sum(rounds[:4])
+
+
 def wait_for_step(run, step, process):
     for _ in range(1200):
         if (run / "metrics.jsonl").exists() and any(line["step"] >= step for line in logged(run)):
@@ -128,7 +155,7 @@ def test_resume_extends_a_finished_run(tmp_path):
     assert json.loads((run / "args.json").read_text())["num_steps"] == 4
 
 
-@pytest.mark.parametrize(("script", "flags"), [("grpo", GRPO), ("sft", SFT)])
+@pytest.mark.parametrize(("script", "flags"), [("grpo", GRPO), ("sft", SFT), ("dapo", GRPO)])
 def test_two_ranks_resume_after_a_kill(script, flags, tmp_path):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     reference, run = tmp_path / "reference", tmp_path / "run"
@@ -147,3 +174,4 @@ def test_two_ranks_resume_after_a_kill(script, flags, tmp_path):
     assert [line["step"] for line in compared] == [1, 2, 3, 4]
     for line, expected in zip(compared, logged(reference)[1:]):
         assert line["optim/grad_norm"] == pytest.approx(expected["optim/grad_norm"], rel=1e-5)
+        assert line.get("rollout/prompts_consumed") == expected.get("rollout/prompts_consumed")

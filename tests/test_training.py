@@ -2,17 +2,38 @@
 
 import json
 import math
+from dataclasses import fields
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import dapo
+import dr_grpo
 import grpo
+import gspo
+import reinforce
 import sft
+
+SCRIPTS = [grpo, reinforce, dr_grpo, dapo, gspo]
 
 
 def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def train(script, run, **settings):
+    """Run main with those of the settings that the script has; return its lines of metrics."""
+    names = [field.name for field in fields(script.Args)]
+    script.main(script.Args(run_dir=str(run), **{key: settings[key] for key in settings if key in names}))
+    return read(run / "metrics.jsonl")
+
+
+def shares_changed(run):
+    """Share of the values that training changed, of each parameter."""
+    before, _ = grpo.load_model(str(grpo.HERE / "models" / "tiny"), torch.device("cpu"))
+    after = AutoModelForCausalLM.from_pretrained(run / "checkpoint")
+    return [(a != b).float().mean().item() for a, b in zip(before.parameters(), after.parameters())]
 
 
 def test_default_grpo_run_cut_short_learns(tmp_path):
@@ -29,11 +50,25 @@ def test_default_grpo_run_cut_short_learns(tmp_path):
     assert lines[-1]["rollout/length_mean"] > lines[1]["rollout/length_mean"]
     assert all(line["policy/approx_kl"] > 0 for line in lines[1:])  # the second minibatch is off-policy
     assert 0 < lines[-1]["policy/ref_kl"] < 1
-    before, _ = grpo.load_model(str(grpo.HERE / "models" / "tiny"), torch.device("cpu"))
-    after = AutoModelForCausalLM.from_pretrained(run / "checkpoint")
-    changed = [(a != b).float().mean().item() for a, b in zip(before.parameters(), after.parameters())]
-    assert min(changed) > 0.5  # rows of unused tokens stay
+    assert min(shares_changed(run)) > 0.5  # rows of unused tokens stay
     assert AutoTokenizer.from_pretrained(run / "checkpoint").chat_template
+
+
+@pytest.mark.parametrize("script", [reinforce, dr_grpo, dapo, gspo])
+def test_short_run_learns(script, tmp_path):
+    sizes = {"num_steps": 10, "prompts_per_step": 8, "minibatch_size": 32, "max_completion_length": 40}
+    evaluation = {"eval_every": 10, "eval_prompts": 64, "save_every": 10}
+    lines = train(script, tmp_path / "run", learning_rate=4e-4, warmup_steps=2, seed=1, **sizes, **evaluation)
+    assert [line["step"] for line in lines] == list(range(11))
+    assert all(math.isfinite(value) for line in lines for value in line.values())
+    assert lines[-1]["eval/accuracy"] > lines[0]["eval/accuracy"] + 0.25
+    lengths = [line["rollout/length_mean"] for line in lines[1:]]
+    assert sum(lengths[-3:]) > sum(lengths[:3]) + 6
+    assert all(line["optim/grad_norm"] > 0 for line in lines[1:])
+    if script is not reinforce:  # the second minibatch is off-policy
+        assert all(line["policy/approx_kl"] > 0 for line in lines[1:])
+        assert max(line["policy/ratio_max"] for line in lines[1:]) > 1.1
+    assert min(shares_changed(tmp_path / "run")) > 0.5  # rows of unused tokens stay
 
 
 @pytest.mark.parametrize("flags", [{"kl_coef": 0.0}, {"update_epochs": 2}, {"gradient_checkpointing": True}])
@@ -47,16 +82,31 @@ def test_other_settings_train(flags, tmp_path):
     assert ("policy/ref_kl" in last) == ("kl_coef" not in flags)
 
 
-def test_training_does_not_depend_on_the_microbatch_budget(tmp_path):
-    sizes = {"num_steps": 2, "prompts_per_step": 4, "group_size": 4, "minibatch_size": 8, "eval_prompts": 4, "seed": 2}
-    lines = []
-    for budget in (64, 100_000):
-        run = tmp_path / str(budget)
-        grpo.main(grpo.Args(run_dir=str(run), microbatch_tokens=budget, **sizes))
-        lines.append(read(run / "metrics.jsonl")[1])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_training_does_not_depend_on_the_microbatch_budget(script, tmp_path):
+    sizes = {"num_steps": 1, "prompts_per_step": 4, "group_size": 4, "minibatch_size": 8, "eval_prompts": 0, "seed": 2}
+    lines = [train(script, tmp_path / str(budget), microbatch_tokens=budget, **sizes)[1] for budget in (64, 100_000)]
+    assert lines[0]["optim/grad_norm"] > 0
     for key in lines[0]:
         if not key.startswith("perf/"):
             assert lines[0][key] == pytest.approx(lines[1][key], rel=1e-3, abs=1e-5), key
+
+
+def test_dr_grpo_counts_truncated_completions_as_wrong(tmp_path, monkeypatch):
+    """In the advantages only: reward/mean stays that of the rule, which here finds everything right."""
+    monkeypatch.setattr(dr_grpo, "reward_fn", lambda _completion, _answer: 1.0)
+    batches, rewards, rollout, compute_advantages = [], [], dr_grpo.rollout, dr_grpo.compute_advantages
+    monkeypatch.setattr(dr_grpo, "rollout", lambda *args: batches.append(rollout(*args)) or batches[-1])
+    monkeypatch.setattr(
+        dr_grpo, "compute_advantages", lambda *args: rewards.append(args[0]) or compute_advantages(*args)
+    )
+    sizes = {"num_steps": 1, "prompts_per_step": 4, "group_size": 4, "minibatch_size": 8, "eval_prompts": 0}
+    line = train(dr_grpo, tmp_path / "run", max_completion_length=8, **sizes)[1]
+    (batch, _), truncated = batches[0], batches[0][0]["truncated"]
+    assert truncated.any() and not truncated.all()
+    assert torch.equal(rewards[0], 1.0 - truncated.float())
+    assert (batch["rewards"] == 1).all() and line["reward/mean"] == line["reward/zero_std_all_right"] == 1
+    assert line["optim/grad_norm"] > 0
 
 
 def test_nonfinite_gradient_stops_before_the_optimizer_step(tmp_path, monkeypatch):

@@ -1,0 +1,170 @@
+"""Write docs/side_by_side.md: what each online script changes in the code of grpo.py, with the reason for each hunk.
+
+    python docs/side_by_side.py
+
+Docstrings and help texts are left out of the comparison; the papers' formulas are at the head of each script.
+"""
+
+import ast
+import difflib
+import importlib
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PATH = ROOT / "docs" / "side_by_side.md"
+DESCRIPTION = "The line above the settings in `--help`."
+# One sentence a hunk, in the order of the hunks.
+NOTES = {
+    "reinforce": [
+        "`--baseline` is one of three words.",
+        "Sizes: one optimizer step per rollout has no minibatches; the warm-up is 3 % of the steps, as RLOO's.",
+        "One optimizer step per rollout: no minibatches, and no passes over old completions.",
+        "No clipping and no KL term; b is the subject of this script.",
+        "Rᵢ − bᵢ with b = 0, the mean of the group, or (RLOO, section 2.3) the mean of the others; no 1/std R.",
+        "Williams' eq. 11, (R − b) ∇ log π, whose log-probabilities are summed over the tokens of a completion.",
+        "No ratio, so no log-probabilities of an older policy.",
+        "What policy_loss takes.",
+        "The settings that are gone.",
+        "Without a baseline one completion per prompt is enough.",
+        "The settings that are gone.",
+        "No reference model: RLOO has its KL penalty in the reward, which is left out (Departures).",
+        "One optimizer step per rollout.",
+        "The policy gradient holds for the policy that sampled: one step, whose divisor is the number of completions.",
+        "One divisor a step.",
+        "One gradient norm a step, and no time for log-probabilities.",
+        "The same.",
+        DESCRIPTION,
+    ],
+    "dr_grpo": [
+        "No KL term (table 6).",
+        "The first bias: Aᵢ = Rᵢ − mean R, without 1/std R (section 3.2).",
+        "The constant is an argument; lengths are not needed.",
+        "The second bias: a constant in place of 1/|oᵢ| (listing 1).",
+        "No KL term (table 6).",
+        "What policy_loss takes.",
+        "What policy_loss takes.",
+        "No reference model.",
+        "A truncated completion counts as wrong, as in the authors' code.",
+        "Without KL term, a row of zero advantage has no gradient at all.",
+        DESCRIPTION,
+    ],
+    "dapo": [
+        "Sizes: with two rounds a step, 20 steps sample about what the others sample in 40.",
+        "Sizes: 20 rollouts of warm-up, several updates per rollout, a buffer of a fifth of the limit (section 4.1).",
+        "The most rounds of dynamic sampling.",
+        "Two clip ranges (section 3.1), no KL term (section 2.3), and the buffer of eq. 13.",
+        "Two clip ranges; lengths are not needed.",
+        "Clip-higher (section 3.1), and eq. 8's sum over all tokens in place of a mean per completion (section 3.3).",
+        "The same ranges in the metrics; no KL term; the soft overlong punishment of eq. 13; the constraint of eq. 11.",
+        "What policy_loss takes.",
+        "The new settings.",
+        "The new settings.",
+        "Dynamic sampling (section 3.2): sample until the batch is full of groups neither all right nor all wrong.",
+        "No reference model (section 2.3).",
+        "A resumed run goes on where the run before stopped consuming prompts.",
+        "Dynamic sampling in place of one rollout; the reward is +1 or −1 (eq. 7) plus the punishment of eq. 13.",
+        "Only groups with signal are trained on.",
+        "Without KL term, a row of zero advantage has no gradient at all.",
+        "The token mean (section 3.3), here over the whole optimizer step, as in the authors' code.",
+        "What dynamic sampling costs.",
+        DESCRIPTION,
+    ],
+    "gspo": [
+        "Four minibatches per rollout (section 5.1).",
+        "The two clip ranges of section 5.1, and no KL term, which the paper leaves out.",
+        "Eq. 5 and 7: one ratio per completion, the geometric mean of its tokens' ratios, and one clip per completion.",
+        "What policy_loss takes.",
+        "The completions over which clip fractions are averaged.",
+        "No reference model.",
+        "Without KL term, a row of zero advantage has no gradient at all.",
+        "Clip fractions are of completions.",
+        DESCRIPTION,
+    ],
+}
+
+
+def code_lines(script):
+    """Return [(name of the enclosing function or class, line)] of a script's code without docstrings and help texts."""
+    source = (ROOT / f"{script}.py").read_text(encoding="utf-8")
+    tree, owners, texts = ast.parse(source), {}, set()
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            owners |= dict.fromkeys(range(first, node.end_lineno + 1), node.name)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            texts |= set(range(node.lineno, node.end_lineno + 1))
+    lines = enumerate(source.splitlines(), start=1)
+    return [(owners.get(number, "module"), line) for number, line in lines if number not in texts]
+
+
+def code_hunks(script):
+    """Return [(where, diff lines)] of the code of a script against that of grpo.py, with one line of context."""
+    before, after = code_lines("grpo"), code_lines(script)
+    matcher = difflib.SequenceMatcher(None, [line for _, line in before], [line for _, line in after], autojunk=False)
+    hunks = []
+    for group in matcher.get_grouped_opcodes(1):
+        diff, places = [], []
+        for kind, i1, i2, j1, j2 in group:
+            if kind == "equal":
+                diff += ["  " + line for _, line in before[i1:i2]]
+            else:
+                diff += ["- " + line for _, line in before[i1:i2]] + ["+ " + line for _, line in after[j1:j2]]
+                places += [name for name, line in before[i1:i2] + after[j1:j2] if line.strip()]
+        hunks.append((", ".join(f"`{name}`" for name in dict.fromkeys(places)), diff))
+    return hunks
+
+
+HEAD = """# Side by side
+
+Made by `python docs/side_by_side.py`. The five online scripts are one loop: what this page does not show is identical
+to the letter (`tests/test_copies.py`).
+
+| | REINFORCE | GRPO | Dr. GRPO | DAPO | GSPO |
+|---|---|---|---|---|---|
+| script | `reinforce.py` | `grpo.py` | `dr_grpo.py` | `dapo.py` | `gspo.py` |
+| paper | [1](https://doi.org/10.1007/BF00992696), [2](https://arxiv.org/abs/2402.14740v2) | \
+[3](https://arxiv.org/abs/2402.03300v3) | [4](https://arxiv.org/abs/2503.20783v2) | \
+[5](https://arxiv.org/abs/2503.14476v2) | [6](https://arxiv.org/abs/2507.18071v2) |
+| objective | Σᵢ Aᵢ Σₜ log π | Σᵢ 1/\\|oᵢ\\| Σₜ min(r A, clip(r) A) − β k3 | Σᵢ Σₜ min(r A, clip(r) A) | \
+Σᵢ Σₜ min(r A, clip(r) A) | Σᵢ min(s A, clip(s) A) |
+| advantage Aᵢ | R − b, b none, mean or mean of the others | (R − mean) / std | R − mean | (R − mean) / std | \
+(R − mean) / std |
+| reward R | rule | rule | rule, 0 if truncated | ±1 by the rule, overlong penalty | rule |
+| weight of a token | 1 / completions | 1 / (\\|oᵢ\\| completions) | 1 / (L completions) | 1 / tokens | \
+1 / (\\|oᵢ\\| completions) |
+| ratio | none | of the token | of the token | of the token | of the completion, its tokens' geometric mean |
+| clipping | none | 0.2 | 0.2 | 0.2 below, 0.28 above | 3e-4 below, 4e-4 above |
+| KL | none | k3 to the initial model, in the loss | none | none | none |
+| groups without signal | no pass | only the KL term | no pass | replaced by other prompts | no pass |
+| models in memory | policy | policy, reference | policy | policy | policy |
+"""
+FOOT = """
+π is π_θ(oᵢₜ), r the ratio π_θ / π_old of a token, s that of a completion, L `--max-completion-length`; sums are over
+completions i and their tokens t. On a GPU, and under `torchrun`, a copy of the policy for sampling comes to the models
+in memory."""
+
+
+def updates_per_rollout(script, real):
+    """The optimizer steps that a script makes of each rollout by default."""
+    defaults = {name: values[real] for name, values in importlib.import_module(script).DEFAULTS.items()}
+    completions = defaults["prompts_per_step"] * 8
+    return completions // defaults.get("minibatch_size", completions)
+
+
+def render():
+    sys.path.insert(0, str(ROOT))
+    columns = ("reinforce", "grpo", "dr_grpo", "dapo", "gspo")
+    updates = [f"{updates_per_rollout(s, False)}, {updates_per_rollout(s, True)}" for s in columns]
+    text = [HEAD + f"| updates per rollout (embedded, real) | {' | '.join(updates)} |", FOOT]
+    for script, notes in NOTES.items():
+        text += ["", f"## `{script}.py` against `grpo.py`", ""]
+        text += ["Code only: docstrings and help texts are left out."]
+        for (where, diff), note in zip(code_hunks(script), notes, strict=True):
+            text += ["", f"{where}: {note}", "", "```diff", *diff, "```"]
+    return "\n".join(text) + "\n"
+
+
+if __name__ == "__main__":
+    PATH.write_text(render(), encoding="utf-8")

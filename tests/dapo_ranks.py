@@ -1,0 +1,91 @@
+"""Scripted sampling for test_dapo.py; run by torchrun, training in which ranks find signal in different rounds."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tiny import pad_right
+
+import dapo
+
+GROUP_SIZE, MAX_COMPLETION_LENGTH, OVERLONG_BUFFER = 4, 16, 8
+# A completion by its letter: (is it right?, tokens).
+KINDS = {"r": (True, 8), "w": (False, 7), "h": (True, 12), "R": (True, 16), "W": (False, 16)}
+# A group by its letter: mixed, solved, not solved.
+GROUPS = {"m": "rwwr", "s": "rRrr", "n": "wWww"}
+# Groups of one step for each line, of one round for each word; of a word, the ranks have every other letter.
+STEPS = ("mnms smns nsnm", "nmsm snns msns", "ssnn nmss snns")
+MAX_ROUNDS = 3
+
+
+def write_prompts(path, count):
+    """Sums with prompts of different lengths, and answers of at most two digits."""
+    rows = [{"prompt": f"{i}+{'0' * (i % 4)}1=", "answer": str(i + 1)} for i in range(1, count + 1)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def read_prompts(dataset):
+    """The prompts that main trains on, in the order of the file."""
+    _, tokenizer = dapo.load_model(str(dapo.HERE / "models" / "tiny"), "cpu")
+    return dapo.load_prompts(dataset, tokenizer, "", 32, 0)[0]
+
+
+def assign(prompts, places, letters, seed=1):
+    """Return {prompt: its completions' letters}, for prompts in the order in which they are picked."""
+    picked = dapo.pick_rows(prompts, places, len(letters), seed)
+    return {prompt["prompt"]: GROUPS.get(letter, letter) for prompt, letter in zip(picked, letters)}
+
+
+def scripted_generate(tokenizer, patterns, rounds):
+    """Stands for dapo.generate: writes the completions that patterns want, and adds its prompts to rounds."""
+
+    def generate(_model, prompt_ids, prompt_mask, max_completion_length, _temperature, stop_ids, pad_id):
+        prompts = [
+            tokenizer.decode(ids[mask == 1], skip_special_tokens=True) for ids, mask in zip(prompt_ids, prompt_mask)
+        ]
+        rounds.append(prompts[::GROUP_SIZE])
+        completions = []
+        for row, prompt in enumerate(prompts):
+            is_right, length = KINDS[patterns[prompt][row % GROUP_SIZE]]
+            answer = sum(map(int, prompt.removesuffix("=").split("+"))) + (not is_right)
+            filling = "1" * (length - len(str(answer)) - 5)  # the two marks of thought, the box and the stop token
+            text = f"<think>{filling}</think>\\boxed{{{answer}}}"
+            completions.append(tokenizer(text, add_special_tokens=False)["input_ids"] + stop_ids[:1])
+            assert len(completions[-1]) == length
+        ids, mask = pad_right(completions, max_completion_length, pad_id)
+        return ids.to(prompt_ids.device), mask.to(prompt_ids.device)
+
+    return generate
+
+
+def run(folder, run_dir):
+    """Train over STEPS; return the prompts of every round of this rank."""
+    _, tokenizer = dapo.load_model(str(dapo.HERE / "models" / "tiny"), "cpu")
+    dataset, rounds = str(folder / "prompts.jsonl"), []
+    patterns = assign(read_prompts(dataset), 0, "".join(STEPS).replace(" ", ""))
+    dapo.generate = scripted_generate(tokenizer, patterns, rounds)
+    dapo.main(
+        dapo.Args(
+            dataset=dataset,
+            run_dir=str(run_dir),
+            num_steps=len(STEPS),
+            prompts_per_step=4,
+            max_rounds=MAX_ROUNDS,
+            group_size=GROUP_SIZE,
+            minibatch_size=16,
+            max_completion_length=MAX_COMPLETION_LENGTH,
+            overlong_buffer=OVERLONG_BUFFER,
+            eval_prompts=0,
+        )
+    )
+    return rounds
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    rounds = run(folder, folder / "two")
+    torch.save(rounds, folder / f"{dist.get_rank()}.pt")
+    dist.destroy_process_group()

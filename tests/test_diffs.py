@@ -1,0 +1,39 @@
+"""A sibling's diff against grpo.py stays small, and the page that explains it is up to date."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "docs"))
+
+import side_by_side  # noqa: E402, after its folder is on the path
+
+# {script: lines added, lines removed} at most; an alarm, not a goal
+BUDGETS = {"dr_grpo": (45, 45), "gspo": (45, 50), "dapo": (110, 60), "reinforce": (55, 140)}
+
+
+@pytest.mark.parametrize("script", BUDGETS)
+def test_diff_stays_within_its_budget(script):
+    command = ["git", "diff", "--no-index", "--numstat", "grpo.py", f"{script}.py"]
+    added, removed, _ = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.split(maxsplit=2)
+    assert (int(added), int(removed)) != (0, 0)
+    assert int(added) <= BUDGETS[script][0] and int(removed) <= BUDGETS[script][1]
+
+
+def test_page_is_what_its_command_makes():
+    assert side_by_side.PATH.read_text(encoding="utf-8") == side_by_side.render()
+
+
+@pytest.mark.parametrize("script", BUDGETS)
+def test_page_shows_every_changed_line_of_code(script):
+    before, after = ([line for _, line in side_by_side.code_lines(name)] for name in ("grpo", script))
+    for _, diff in side_by_side.code_hunks(script):
+        old = [line[2:] for line in diff if line[0] != "+"]
+        new = [line[2:] for line in diff if line[0] != "-"]
+        places = [i for i in range(len(before)) if before[i : i + len(old)] == old]
+        assert len(places) == 1
+        before[places[0] : places[0] + len(old)] = new
+    assert before == after
