@@ -1,4 +1,4 @@
-"""Gradients of reinforce, dr_grpo, dapo and gspo: exact over all completions, and unchanged by how they are computed."""
+"""Gradients of reinforce, dr_grpo, dapo and gspo: exact over all completions, whatever the microbatches and ranks."""
 
 import itertools
 import os
@@ -28,7 +28,7 @@ each_sibling = pytest.mark.parametrize("script", SIBLINGS.values(), ids=SIBLINGS
 
 
 def expected_gradient(script, model, rows, advantages, pick=slice(None), weights=None):  # noqa: F811
-    """Expectation over completions of the gradient of the objective at ratio 1: each row is weighted by its probability."""
+    """Expectation over completions of the gradient of the objective at ratio 1."""
     logprobs = script.token_logprobs(model, *rows["inputs"], TEMPERATURE)[0][pick]
     weights = rows["probabilities"].detach() if weights is None else weights
     # The loss is proportional to positive factors of the advantages: probabilities may stand there.
@@ -41,6 +41,11 @@ def expected_gradient(script, model, rows, advantages, pick=slice(None), weights
 def true_gradient(model, rows):  # noqa: F811
     """The gradient of the expected reward."""
     return gradient_of(model, (rows["probabilities"] * rows["rewards"]).sum())
+
+
+def angle(a, b):
+    """The angle between two gradients, in radians."""
+    return torch.nn.functional.cosine_similarity(a, b, dim=0).clamp(-1, 1).acos()
 
 
 @pytest.mark.parametrize("script, factor", [(reinforce, 1), (dr_grpo, 1 / MAX_COMPLETION_LENGTH), (dapo, 1)])
@@ -56,8 +61,7 @@ def test_division_by_length_has_another_gradient(script, model, rows, true_gradi
     weighted = rows["probabilities"] * rows["advantages"] / rows["lengths"]
     actual = expected_gradient(script, model, rows, rows["advantages"])
     assert relative_error(actual, gradient_of(model, weighted.sum())) < 1e-9
-    cosine = torch.nn.functional.cosine_similarity(actual, true_gradient, dim=0)
-    assert cosine < 0.999
+    assert angle(actual, true_gradient) > 0.01
 
 
 @pytest.fixture
@@ -85,7 +89,7 @@ def test_direction_of_the_gradient_of_groups(script, factor, model, rows, pairs,
     advantages = script.compute_advantages(rows["rewards"][pick], 2)
     actual = expected_gradient(script, model, rows, advantages, pick, weights)
     if factor is None:
-        assert torch.nn.functional.cosine_similarity(actual, true_gradient, dim=0) < 0.999
+        assert angle(actual, true_gradient) > 0.01
     else:
         assert relative_error(actual, factor * true_gradient) < 1e-9
 
@@ -142,9 +146,9 @@ def test_microbatches_rows_and_padding_change_nothing(script, policy, batch):
     order = torch.tensor([5, 2, 7, 0, 3, 6, 1, 4])
     permuted = {key: value[order] for key, value in batch.items()}
     assert relative_error(accumulate(script, policy, permuted, microbatch_tokens=30)[0], gradient) < 1e-9
-    padded = batch | {
-        key: torch.cat([torch.zeros(8, 3).long(), batch[key]], 1) for key in ("prompt_ids", "prompt_mask")
-    }
+    padded = dict(batch)
+    for key in ("prompt_ids", "prompt_mask"):
+        padded[key] = torch.cat([torch.zeros(8, 3).long(), batch[key]], 1)
     for key in ("completion_ids", "completion_mask", "old_logprobs"):
         padded[key] = torch.cat([batch[key], torch.zeros(8, 4).to(batch[key].dtype)], 1)
     assert relative_error(accumulate(script, policy, padded)[0], gradient) < 1e-9
