@@ -95,6 +95,8 @@ class Args:
     """most padded tokens per forward and backward pass; changes speed and memory only (embedded: 2048; real: 16384)"""
     max_grad_norm: float = 1.0
     """gradients are scaled down to at most this norm"""
+    weight_decay: float = 0.1
+    """of AdamW"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, about a third more time"""
 
@@ -735,7 +737,9 @@ def main(args):
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     policy = shard(LogprobModel(model).train(), device)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.98), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), lr=args.learning_rate, betas=(0.9, 0.98), weight_decay=args.weight_decay
+    )
 
     last_step = open_run(args, policy, optimizer, tokenizer)
     if rank == 0:
