@@ -92,6 +92,42 @@ def test_group_of_one(script):
     assert reinforce.compute_advantages(rewards, 1, "none").tolist() == rewards.tolist()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@each_sibling
+def test_advantages_have_the_type_of_the_rewards(script, dtype):
+    rewards = tensor([0.3, 1.0, -2.0, 0.1, 0.1, 0.1], dtype)
+    for baseline in ("none", "group_mean", "leave_one_out"):
+        assert advantages_of(script, rewards, 3, baseline).dtype == dtype
+
+
+@each_sibling
+def test_advantages_are_centred_and_ignore_a_shift_of_the_rewards(script):
+    rewards = torch.randn(12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    shift = tensor([5.0, -3.0, 100.0]).repeat_interleave(4)
+    for baseline in ("group_mean", "leave_one_out"):
+        advantages = advantages_of(script, rewards, 4, baseline)
+        assert advantages.view(3, 4).sum(1).abs().max() < 1e-12
+        shifted = advantages_of(script, rewards + shift, 4, baseline)
+        torch.testing.assert_close(shifted, advantages, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("script, factor", [(reinforce, 3), (dr_grpo, 3), (dapo, 1), (gspo, 1)])
+def test_only_the_standard_deviation_takes_away_the_scale_of_the_rewards(script, factor):
+    rewards = 1e6 * torch.randn(12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    expected = factor * advantages_of(script, rewards, 4)
+    torch.testing.assert_close(advantages_of(script, 3 * rewards, 4), expected, rtol=1e-9, atol=0)
+
+
+@each_sibling
+def test_permuting_rewards_permutes_advantages(script):
+    rewards = torch.randn(12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    order = torch.tensor([8, 10, 9, 11, 1, 0, 2, 3, 7, 6, 5, 4])  # groups among themselves, and inside each
+    for baseline in ("none", "group_mean", "leave_one_out"):
+        advantages = advantages_of(script, rewards, 4, baseline)
+        permuted = advantages_of(script, rewards[order], 4, baseline)
+        torch.testing.assert_close(permuted, advantages[order], rtol=1e-12, atol=1e-12)
+
+
 # ---- the losses by hand
 
 
@@ -182,6 +218,37 @@ def test_dapo_clips_higher_above_than_below(ratio, is_clipped):
     assert (loss_and_gradient(dr_grpo, inputs)[1] == 0).item()  # one range of 0.2
 
 
+@pytest.mark.parametrize("script", [dr_grpo, dapo, gspo], ids=lambda script: script.__name__)
+@pytest.mark.parametrize(
+    "advantage, ratio, low, high",
+    [
+        (1.0, 1.25, 0, 1),  # above both 1 + 0.1 and, for dr_grpo, 1 + 0.2
+        (-1.0, 0.85, 0, 0),  # above both 1 - 0.3 and 1 - 0.2
+        (-1.0, 0.65, 1, 0),
+        (-1.0, 9.0, 0, 0),  # outside, but on the side where nothing is clipped
+        (1.0, 0.1, 0, 0),
+        (0.0, 9.0, 0, 0),
+        (0.0, 0.1, 0, 0),
+    ],
+)
+def test_what_counts_as_clipped(script, advantage, ratio, low, high):
+    """Of two completions, one of ratio 1, both with a masked position."""
+    old_logprobs = tensor([[-1.0, -2.0], [-1.0, -2.0]])
+    inputs = {"old_logprobs": old_logprobs, "logprobs": old_logprobs + tensor([[math.log(ratio)], [0.0]])}
+    inputs |= {"advantages": tensor([advantage, advantage]), "completion_mask": torch.tensor([[1, 0], [1, 0]])}
+    _, metrics = policy_loss(script, inputs, clip_eps=0.2, clip_eps_low=0.3, clip_eps_high=0.1)
+    counts = [value.item() for key, value in sorted(metrics.items()) if "clip_fraction" in key]
+    assert counts == [high, low]
+
+
+@pytest.mark.parametrize("script", [dr_grpo, dapo, gspo], ids=lambda script: script.__name__)
+def test_largest_ratio_is_not_that_of_the_padding(script):
+    logprobs, mask = tensor([[-1.0, -2.0], [-1.0, -3.0]]), torch.tensor([[1, 0], [1, 1]])
+    inputs = {"logprobs": logprobs, "old_logprobs": logprobs + 0.5, "advantages": tensor([1.0, -1.0])}
+    _, metrics = policy_loss(script, inputs, completion_mask=mask)
+    assert metrics["policy/ratio_max"].item() == pytest.approx(math.exp(-0.5), rel=1e-12)
+
+
 # ---- the losses against other people's code
 
 
@@ -224,6 +291,19 @@ def test_loss_and_gradient_are_those_of_others(script, case, divisor, rtol):
     torch.testing.assert_close(gradient / count, tensor(case["outputs"]["grad_logp"]), rtol=rtol, atol=rtol / 100)
 
 
+@pytest.mark.parametrize(
+    "script, name", [("dr_grpo", "dr_grpo_oat"), ("dr_grpo", "dr_grpo_trl"), ("reinforce", "reinforce_rloo_verl")]
+)
+def test_advantages_in_these_cases_are_those_of_others(script, name):
+    cases = read_oracle(name)
+    assert len(cases) == (6 if script == "reinforce" else 4)
+    for case in cases:
+        advantages = advantages_of(SIBLINGS[script], tensor(case["inputs"]["rewards"]).view(-1), case["inputs"]["G"])
+        expected = tensor(case["inputs"]["advantages"])
+        expected = expected if expected.ndim == 1 else expected[:, 0]
+        torch.testing.assert_close(advantages, expected, rtol=1e-6, atol=1e-12)
+
+
 def test_overlong_penalty_is_that_of_others():
     [case] = read_oracle("dapo_overlong")
     lengths, config = case["inputs"]["lengths"], case["config"]
@@ -244,6 +324,15 @@ def test_overlong_penalty_by_hand():
     assert dapo.overlong_penalty(lengths.float(), 48, 48).tolist() == pytest.approx(
         [-n / 48 for n in (1, 40, 41, 44, 48)]
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32, torch.float64])
+@pytest.mark.parametrize("length, penalty", [(0, 0), (39, 0), (40, 0), (41, -1 / 8), (47, -7 / 8), (48, -1), (49, -1)])
+def test_overlong_penalty_at_the_ends_of_the_buffer(length, penalty, dtype):
+    lengths = torch.tensor([length], dtype=dtype)
+    penalties = dapo.overlong_penalty(lengths, 48, 8)
+    assert penalties.tolist() == [penalty] and lengths.tolist() == [length]
+    assert penalties.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
 def test_has_signal():
@@ -274,11 +363,24 @@ def test_dr_grpo_at_ratio_1_is_reinforce_over_the_constant(inputs):
     torch.testing.assert_close(gradient, loss_and_gradient(reinforce, inputs)[1] / 9)
 
 
-def test_gspo_is_grpo_for_completions_of_one_token(inputs):
+def test_all_with_a_clip_are_equal_for_completions_of_one_token(inputs):
     one_token = {key: value[:, :1] for key, value in inputs.items() if torch.is_tensor(value) and value.ndim == 2}
-    ranges = {"clip_eps_low": 0.2, "clip_eps_high": 0.2}
-    actual, expected = (loss_and_gradient(script, inputs | one_token | ranges) for script in (gspo, grpo))
-    torch.testing.assert_close(actual[:2], expected[:2])
+    changes = one_token | {"clip_eps_low": 0.2, "clip_eps_high": 0.2, "max_completion_length": 1}
+    results = [loss_and_gradient(script, inputs, **changes)[:2] for script in (grpo, dr_grpo, dapo, gspo)]
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0])
+
+
+@pytest.mark.parametrize("script", [dr_grpo, dapo, gspo], ids=lambda script: script.__name__)
+def test_clip_ranges_do_not_matter_at_the_sampling_policy(script, inputs):
+    narrow, wide = (
+        loss_and_gradient(
+            script, inputs, old_logprobs=inputs["logprobs"], clip_eps=eps, clip_eps_low=eps, clip_eps_high=eps
+        )
+        for eps in (1e-6, 0.9)
+    )
+    torch.testing.assert_close(narrow, wide, rtol=1e-12, atol=0)
+    assert (wide[1][inputs["completion_mask"]] != 0).all()
 
 
 def test_dapo_is_length_times_grpo_at_equal_lengths(inputs):
@@ -348,9 +450,9 @@ def test_padding_columns_do_not_matter(script, inputs):
 def test_row_without_tokens_counts_nothing(script, inputs):
     mask = inputs["completion_mask"].clone()
     mask[2] = False
-    loss, gradient, _ = loss_and_gradient(script, inputs, completion_mask=mask)
+    loss, gradient, metrics = loss_and_gradient(script, inputs, completion_mask=mask)
     others = {key: value[[0, 1, 3, 4, 5]] for key, value in inputs.items() if torch.is_tensor(value)}
-    torch.testing.assert_close(loss, policy_loss(script, inputs | others)[0])
+    torch.testing.assert_close((loss, metrics), policy_loss(script, inputs | others))
     assert (gradient[2] == 0).all()
 
 

@@ -1,4 +1,4 @@
-"""Gradients of the script's own functions against exact ones, over every completion of a tiny model."""
+"""Gradients of the scripts' own functions against exact ones, over every completion of a tiny model."""
 
 import itertools
 import os
@@ -8,10 +8,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import PAD_ID, build_model, make_args, make_batch, pad_right, relative_error
+from tiny import (
+    PAD_ID,
+    SCRIPTS,
+    build_model,
+    call_accumulate_gradients,
+    call_policy_loss,
+    make_args,
+    make_batch,
+    pad_right,
+    relative_error,
+)
 from two_ranks import ARGS, CASES, SHARES, run, take
 
+import dapo
 import grpo
+import reinforce
 
 STOP_ID, VOCAB_SIZE, MAX_LENGTH, TEMPERATURE = 1, 5, 3, 0.7
 PROMPTS = [[2, 3], [4, STOP_ID, PAD_ID, 2]]
@@ -137,23 +149,29 @@ def test_division_by_length_is_not_the_gradient_of_the_reward(model, rows):
     assert policy_gradient_error(model, rows, "expected reward", scale=1 / rows["lengths"]) > 1e-3
 
 
-def test_expected_gradient_of_groups_of_two_is_exact(model, rows):
-    """Over all pairs of completions: an advantage is d/2 / (|d| / √2 + 1e-4), with d the difference of rewards."""
+@pytest.mark.parametrize("name", ["grpo", "gspo", "dapo"])
+def test_expected_gradient_of_groups_of_two_is_exact(model, rows, name):
+    """Over all pairs of completions: an advantage is d/2 / (|d| / √2 + 1e-4), with d the difference of rewards.
+
+    GSPO has the same gradient as GRPO at ratio 1, DAPO that of a sum over tokens.
+    """
+    script = SCRIPTS[name]
     probabilities = rows["probabilities"].view(len(PROMPTS), -1)
     rewards = rows["rewards"].view(len(PROMPTS), -1)
     difference = rewards[:, :, None] - rewards[:, None]  # (prompts, N, N)
     advantages = difference / 2 / (difference.abs() / 2**0.5 + 1e-4)
     mean_advantages = (probabilities.detach()[:, None] * advantages).sum(2)  # (prompts, N), over the other completion
-    lengths = rows["lengths"].view(len(PROMPTS), -1)
+    lengths = 1 if script is dapo else rows["lengths"].view(len(PROMPTS), -1)
     exact = gradient_of(model, 2 * (probabilities * mean_advantages / lengths).sum())
 
     places = torch.arange(rewards.numel()).view(len(PROMPTS), -1).tolist()
     pairs = torch.tensor([pair for share in places for pair in itertools.product(share, share)])  # (pairs, 2)
     weights = rows["probabilities"].detach()[pairs].prod(1).repeat_interleave(2)
     pairs = pairs.view(-1)
-    logprobs = grpo.token_logprobs(model, *rows["inputs"], TEMPERATURE)[0][pairs]
-    advantages = weights * grpo.compute_advantages(rows["rewards"][pairs], 2)
-    loss, _ = grpo.policy_loss(logprobs, logprobs.detach(), None, advantages, rows["mask"][pairs], 0.2, 0.0)
+    logprobs = script.token_logprobs(model, *rows["inputs"], TEMPERATURE)[0][pairs]
+    inputs = {"logprobs": logprobs, "old_logprobs": logprobs.detach(), "ref_logprobs": None}
+    inputs |= {"advantages": weights * script.compute_advantages(rows["rewards"][pairs], 2)}
+    loss, _ = call_policy_loss(script, make_args(script), **inputs, completion_mask=rows["mask"][pairs])
     assert relative_error(gradient_of(model, loss), -exact) < 1e-9
 
 
@@ -205,17 +223,22 @@ def test_kl_term_by_whole_distributions(model, ref, rows):
 # ---- gradients that are accumulated, whatever the microbatches, padding and order
 
 
-def accumulate(policy, batch, rows=range(8), **settings):
+def accumulate(script, policy, batch, rows=range(8), on_policy=False, **settings):
     """Gradient and metrics of one optimizer step over these rows."""
     rows = torch.tensor([*rows], dtype=torch.long)
     policy.zero_grad()
-    metrics = grpo.accumulate_gradients(policy, batch, rows, 8, False, make_args(**settings))
+    metrics = call_accumulate_gradients(script, policy, batch, rows, make_args(script, **settings), on_policy)
     return torch.cat([parameter.grad.flatten() for parameter in policy.parameters()]), metrics
 
 
+@pytest.fixture(scope="module", params=SCRIPTS.values(), ids=SCRIPTS)
+def script(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def policy():
-    return grpo.LogprobModel(build_model("llama")).train()
+def policy(script):
+    return script.LogprobModel(build_model("llama")).train()
 
 
 @pytest.fixture(scope="module")
@@ -224,68 +247,83 @@ def batch(policy):
 
 
 @pytest.fixture(scope="module")
-def whole(policy, batch):
+def whole(script, policy, batch):
     """Gradient and metrics of all rows in one microbatch."""
-    return accumulate(policy, batch)
+    return accumulate(script, policy, batch)
 
 
-def test_accumulated_gradient_is_that_of_the_mean_loss(policy, batch, whole):
+@pytest.mark.parametrize("on_policy", [False, True])
+def test_accumulated_gradient_is_that_of_the_mean_loss(script, policy, batch, on_policy):
     inputs = [batch[key] for key in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")]
-    logprobs, entropies = grpo.token_logprobs(policy.model, *inputs, 0.7)
-    names = ("old_logprobs", "ref_logprobs", "advantages", "completion_mask")
-    loss, metrics = grpo.policy_loss(logprobs, *(batch[name] for name in names), 0.2, 0.04)
-    assert relative_error(whole[0], gradient_of(policy, loss / 8)) < 1e-12
-    counts = {"policy/entropy": entropies.sum(), "num_tokens": batch["completion_mask"].sum()}
-    torch.testing.assert_close(whole[1], {**metrics, **counts}, check_dtype=False)
+    logprobs, entropies = script.token_logprobs(policy.model, *inputs, 0.7)
+    inputs = batch | {"logprobs": logprobs} | ({"old_logprobs": logprobs.detach()} if on_policy else {})
+    loss, expected = call_policy_loss(script, make_args(script), **inputs)
+    gradient, metrics = accumulate(script, policy, batch, on_policy=on_policy)
+    assert relative_error(gradient, gradient_of(policy, loss / 8)) < 1e-12
+    expected |= {"policy/entropy": entropies.sum(), "num_tokens": batch["completion_mask"].sum()}
+    if "num_sequences" in metrics:  # gspo's fractions are of completions
+        expected["num_sequences"] = torch.tensor(8)
+    torch.testing.assert_close(metrics, expected, check_dtype=False)
+    assert not any(value.requires_grad for value in metrics.values())
+
+
+def test_a_part_of_the_batch_is_clipped(script, whole):
+    """Were all of it, the tests around this one would compare zeros."""
+    num_clipped = sum(value for key, value in whole[1].items() if "clip_fraction" in key)
+    assert num_clipped > 0 or script is reinforce
+    assert whole[0].norm() > 0.01
 
 
 @pytest.mark.parametrize("budget, count", [(1, 8), (20, 4), (60, 2)])
-def test_microbatches_change_neither_gradient_nor_metrics(policy, batch, whole, budget, count):
-    assert len(grpo.microbatches(batch["lengths"], budget)) == count
-    gradient, metrics = accumulate(policy, batch, microbatch_tokens=budget)
+def test_microbatches_change_neither_gradient_nor_metrics(script, policy, batch, whole, budget, count):
+    assert len(script.microbatches(batch["lengths"], budget)) == count
+    gradient, metrics = accumulate(script, policy, batch, microbatch_tokens=budget)
     assert relative_error(gradient, whole[0]) < 1e-9
     torch.testing.assert_close(metrics, whole[1], rtol=1e-9, atol=0)
 
 
-def test_gradients_of_parts_add_up(policy, batch, whole):
-    parts = [accumulate(policy, batch, rows)[0] for rows in ([0, 3, 5], [7, 1], [2, 4, 6])]
+def test_gradients_of_parts_add_up(script, policy, batch, whole):
+    parts = [accumulate(script, policy, batch, rows)[0] for rows in ([0, 3, 5], [7, 1], [2, 4, 6])]
     assert relative_error(sum(parts), whole[0]) < 1e-9
 
 
-def test_order_of_rows_does_not_matter(policy, batch, whole):
+def test_order_of_rows_does_not_matter(script, policy, batch, whole):
     order = torch.tensor([5, 2, 7, 0, 3, 6, 1, 4])
-    assert relative_error(accumulate(policy, batch, order, microbatch_tokens=30)[0], whole[0]) < 1e-9
+    assert relative_error(accumulate(script, policy, batch, order, microbatch_tokens=30)[0], whole[0]) < 1e-9
     permuted = {key: value[order] for key, value in batch.items()}
-    assert relative_error(accumulate(policy, permuted)[0], whole[0]) < 1e-9
+    assert relative_error(accumulate(script, policy, permuted)[0], whole[0]) < 1e-9
 
 
-def test_padding_of_the_batch_does_not_matter(policy, batch, whole):
+def test_padding_of_the_batch_does_not_matter(script, policy, batch, whole):
     padded = dict(batch)
     for key, filling in (("prompt_ids", 7), ("prompt_mask", 0)):
         padded[key] = torch.cat([torch.full((8, 3), filling), batch[key]], 1)
     for key, filling in (("completion_ids", 7), ("completion_mask", 0), ("old_logprobs", 9.0), ("ref_logprobs", 9.0)):
         padded[key] = torch.cat([batch[key], torch.full((8, 4), filling, dtype=batch[key].dtype)], 1)
-    gradient, metrics = accumulate(policy, padded)
+    gradient, metrics = accumulate(script, policy, padded)
     assert relative_error(gradient, whole[0]) < 1e-9
     torch.testing.assert_close(metrics, whole[1], rtol=1e-9, atol=0)
 
 
-def test_rows_of_advantage_0_may_be_dropped_without_kl_term(policy, batch):
+def test_rows_of_advantage_0_may_be_dropped_without_kl_term(script, policy, batch):
     live = batch["advantages"].nonzero().squeeze(1)
     assert len(live) == 6
-    kept, dropped = accumulate(policy, batch, kl_coef=0.0), accumulate(policy, batch, live, kl_coef=0.0)
+    kept, dropped = (accumulate(script, policy, batch, rows, kl_coef=0.0) for rows in (range(8), live))
     assert relative_error(dropped[0], kept[0]) < 1e-9
+    torch.testing.assert_close(dropped[1]["loss/policy"], kept[1]["loss/policy"], rtol=1e-9, atol=0)
 
 
-def test_no_live_rows_give_zero_gradient_and_metrics(policy, batch):
-    gradient, metrics = accumulate(policy, batch, [])
+def test_no_live_rows_give_zero_gradient_and_metrics(script, policy, batch):
+    assert accumulate(script, policy, batch, [0], on_policy=True)[0].any()  # the row that is passed for nothing
+    gradient, metrics = accumulate(script, policy, batch, [], on_policy=True)
     assert (gradient == 0).all() and all(value == 0 for value in metrics.values())
 
 
-def test_batch_stays_as_it_is(policy, batch):
+def test_batch_stays_as_it_is(script, policy, batch):
     before = {key: value.clone() for key, value in batch.items()}
-    accumulate(policy, batch, microbatch_tokens=20)
-    grpo.lookup_logprobs(policy, batch, torch.arange(8), 20, 0.7)
+    accumulate(script, policy, batch, microbatch_tokens=20)
+    if script is not reinforce:
+        script.lookup_logprobs(policy, batch, torch.arange(8), 20, 0.7)
     assert batch.keys() == before.keys() and all(torch.equal(batch[key], value) for key, value in before.items())
 
 
@@ -320,18 +358,20 @@ def test_ranks_of_the_cases_differ():
     assert not set(CASES["one rank idle"][1]) & set(SHARES[1])
 
 
-@pytest.mark.parametrize("name, tolerance", [("different lengths", 1e-9), ("one rank idle", 1e-9), ("float32", 1e-5)])
-def test_two_ranks_have_the_gradient_and_metrics_of_one(results, name, tolerance):
-    alone = run(*CASES[name])
+@pytest.mark.parametrize("case, tolerance", [("different lengths", 1e-9), ("one rank idle", 1e-9), ("float32", 1e-5)])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_two_ranks_have_the_gradient_and_metrics_of_one(results, name, case, tolerance):
+    alone = run(SCRIPTS[name], *CASES[case])
     for rank in results:
-        assert relative_error(rank[name]["gradient"], alone["gradient"]) < tolerance
-        assert rank[name]["metrics"] == pytest.approx(alone["metrics"], rel=tolerance)
+        found = rank[name, case]
+        assert relative_error(found["gradient"], alone["gradient"]) < tolerance
+        assert found["metrics"] == pytest.approx(alone["metrics"], rel=tolerance)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_two_ranks_look_up_the_log_probabilities_of_one(results, name):
-    alone = run(*CASES[name])["logprobs"]
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_look_up_the_log_probabilities_of_one(results, case):
+    alone = run(grpo, *CASES[case])["logprobs"]
     for rank, share in zip(results, SHARES):
-        found = rank[name]["logprobs"]
+        found = rank["grpo", case]["logprobs"]
         expected = alone[share][:, : found.shape[1]]
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, check_dtype=False)

@@ -1,10 +1,19 @@
-"""Small random models, and batches as the rollout makes them."""
+"""Small random models, batches as the rollout makes them, and calls that fit every script of the online family."""
+
+import inspect
 
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
 
+import dapo
+import dr_grpo
 import grpo
+import gspo
+import reinforce
 
+SCRIPTS = {"grpo": grpo, "reinforce": reinforce, "dr_grpo": dr_grpo, "dapo": dapo, "gspo": gspo}
+SETTINGS = {"temperature": 0.7, "microbatch_tokens": 10_000, "max_completion_length": 9, "kl_coef": 0.04}
+SETTINGS |= {"clip_eps": 0.2, "clip_eps_low": 0.05, "clip_eps_high": 0.15}  # they clip a part of make_batch, gspo's too
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 CONFIGS = {
     "llama": LlamaConfig(**SIZES, num_key_value_heads=1),
@@ -60,8 +69,21 @@ def make_batch(model, temperature=0.7):
     }
 
 
-def make_args(**settings):
-    return grpo.Args(**{"temperature": 0.7, "microbatch_tokens": 10_000, "clip_eps": 0.2, "kl_coef": 0.04, **settings})
+def make_args(script=grpo, **settings):
+    """Those of the settings that the script has."""
+    return script.Args(**{name: value for name, value in (SETTINGS | settings).items() if hasattr(script.Args, name)})
+
+
+def call_policy_loss(script, args, **inputs):
+    """A script's policy_loss of those inputs and settings that it takes, by name."""
+    given = vars(args) | inputs
+    return script.policy_loss(**{name: given[name] for name in inspect.signature(script.policy_loss).parameters})
+
+
+def call_accumulate_gradients(script, policy, batch, rows, args, on_policy=False):
+    """A script's accumulate_gradients of an optimizer step over eight completions; reinforce is always on policy."""
+    takes_it = "on_policy" in inspect.signature(script.accumulate_gradients).parameters
+    return script.accumulate_gradients(policy, batch, rows, 8, *[on_policy] * takes_it, args)
 
 
 def relative_error(actual, expected):

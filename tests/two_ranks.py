@@ -4,7 +4,7 @@ import sys
 
 import torch
 import torch.distributed as dist
-from tiny import build_model, make_args, make_batch
+from tiny import SCRIPTS, build_model, call_accumulate_gradients, make_args, make_batch
 
 import grpo
 
@@ -29,22 +29,23 @@ def take(batch, rows):
     return part
 
 
-def run(dtype, live_rows):
-    rank, _, device = grpo.init_ranks()
+def run(script, dtype, live_rows):
+    rank, _, device = script.init_ranks()
     model = build_model("llama", dtype=dtype)
     batch = make_batch(model)
     share = SHARES[rank] if dist.is_initialized() else sum(SHARES, [])
     batch = take(batch, share)
     rows = torch.tensor([share.index(row) for row in live_rows if row in share], dtype=torch.long)
-    policy = grpo.shard(grpo.LogprobModel(model).train(), device)
+    policy = script.shard(script.LogprobModel(model).train(), device)
     logprobs = grpo.lookup_logprobs(policy, batch, rows, ARGS.microbatch_tokens, ARGS.temperature)
-    metrics = grpo.reduce_metrics(grpo.accumulate_gradients(policy, batch, rows, 8, False, ARGS))
+    args = make_args(script, microbatch_tokens=ARGS.microbatch_tokens)
+    metrics = script.reduce_metrics(call_accumulate_gradients(script, policy, batch, rows, args))
     gradients = [parameter.grad for parameter in policy.parameters()]
     gradients = [grad.full_tensor() if dist.is_initialized() else grad for grad in gradients]
     return {"gradient": torch.cat([grad.flatten() for grad in gradients]), "metrics": metrics, "logprobs": logprobs}
 
 
 if __name__ == "__main__":
-    results = {name: run(*case) for name, case in CASES.items()}
+    results = {(name, case): run(SCRIPTS[name], *CASES[case]) for name in SCRIPTS for case in CASES}
     torch.save(results, f"{sys.argv[1]}/{dist.get_rank()}.pt")
     dist.destroy_process_group()
