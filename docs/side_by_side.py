@@ -1,4 +1,5 @@
-"""Write docs/side_by_side.md: what each online script changes in the code of grpo.py, with the reason for each hunk.
+"""Write docs/side_by_side.md: tables of all scripts, and what each online script changes in the code of grpo.py, with
+the reason for each hunk.
 
     python docs/side_by_side.py
 
@@ -118,8 +119,8 @@ def code_hunks(script):
 
 HEAD = """# Side by side
 
-Made by `python docs/side_by_side.py`. The five online scripts are one loop: what this page does not show is identical
-to the letter (`tests/test_copies.py`).
+Made by `python docs/side_by_side.py`. Two tables of all scripts, then the five online scripts hunk by hunk. These are
+one loop: what this page does not show is identical to the letter (`tests/test_copies.py`).
 
 | | REINFORCE | GRPO | Dr. GRPO | DAPO | GSPO |
 |---|---|---|---|---|---|
@@ -143,21 +144,44 @@ to the letter (`tests/test_copies.py`).
 FOOT = """
 π is π_θ(oᵢₜ), r the ratio π_θ / π_old of a token, s that of a completion, L `--max-completion-length`; sums are over
 completions i and their tokens t. On a GPU, and under `torchrun`, a copy of the policy for sampling comes to the models
-in memory."""
+in memory.
+
+| | SFT | reward model | DPO | PPO |
+|---|---|---|---|---|
+| script | `sft.py` | `reward_model.py` | `dpo.py` | `ppo_rlhf.py` |
+| paper | [7](https://arxiv.org/abs/2203.02155v1) | [7](https://arxiv.org/abs/2203.02155v1) | \
+[8](https://arxiv.org/abs/2305.18290v3) | [9](https://arxiv.org/abs/1707.06347v2), \
+[7](https://arxiv.org/abs/2203.02155v1), [10](https://arxiv.org/abs/2403.17031v1) |
+| learns from | completions | pairs | pairs | its own samples |
+| objective | Σ log π | Σ log σ(s_w − s_l) | Σ log σ(β (Σₜ log π/π_ref of y_w − Σₜ log π/π_ref of y_l)) | \
+Σᵢ Σₜ min(r A, clip(r) A), and the value loss |
+| advantage | - | - | - | GAE of the reward, per token, whitened |
+| reward R | - | - | - | score − missing-stop penalty at the last token, − β log π_old/π_ref at each |
+| weight of a token | 1 / tokens | 1 / pairs, of the score at the last token | 1 / pairs | 1 / tokens |
+| ratio | none | none | none | of the token |
+| clipping | none | none | none | 0.2; values within 0.2 of the old ones |
+| KL | none | none | β, implied by the loss | k1 to the initial model, in the reward |
+| models in memory | policy | reward model | policy; the reference's log-probabilities are kept | \
+policy, value model, reference, reward model |
+"""
+NAMES = """
+y_w and y_l are the preferred and the other completion of a pair, s their scores. A rollout of PPO has one completion a
+prompt."""
 
 
 def updates_per_rollout(script, real):
     """The optimizer steps that a script makes of each rollout by default."""
     defaults = {name: values[real] for name, values in importlib.import_module(script).DEFAULTS.items()}
-    completions = defaults["prompts_per_step"] * 8
-    return completions // defaults.get("minibatch_size", completions)
+    completions = defaults["prompts_per_step"] * (1 if script == "ppo_rlhf" else 8)
+    return completions // defaults.get("minibatch_size", completions) * defaults.get("update_epochs", 1)
 
 
 def render():
     sys.path.insert(0, str(ROOT))
-    columns = ("reinforce", "grpo", "dr_grpo", "dapo", "gspo")
+    columns = ("reinforce", "grpo", "dr_grpo", "dapo", "gspo", "ppo_rlhf")
     updates = [f"{updates_per_rollout(s, False)}, {updates_per_rollout(s, True)}" for s in columns]
-    text = [HEAD + f"| updates per rollout (embedded, real) | {' | '.join(updates)} |", FOOT]
+    row = "| updates per rollout (embedded, real) | {} |".format
+    text = [HEAD + row(" | ".join(updates[:5])), FOOT + row(" | ".join(["-", "-", "-", updates[5]])), NAMES]
     for script, notes in NOTES.items():
         text += ["", f"## `{script}.py` against `grpo.py`", ""]
         text += ["Code only: docstrings and help texts are left out."]

@@ -8,31 +8,42 @@ import pytest
 ROOT = Path(__file__).parent.parent
 CLIPPED = ("grpo", "dr_grpo", "dapo", "gspo")
 ONLINE = ("reinforce", *CLIPPED)
-ALL = ("sft", *ONLINE)
+PAIRS = ("reward_model", "dpo")
+SCORED = ("reward_model", "ppo_rlhf")
+SAMPLED = (*ONLINE, "dpo", "ppo_rlhf")
+LOGPROBS = ("sft", *SAMPLED)
+ALL = (*LOGPROBS, "reward_model")
 SHARED = {
     "load_splits": ALL,
-    "encode_prompt": ONLINE,
-    "load_prompts": ONLINE,
-    "extract_answer": ONLINE,
-    "parse_answer": ONLINE,
-    "reward_fn": ONLINE,
-    "load_model": ALL,
+    "encode_prompt": (*SAMPLED, "reward_model"),
+    "load_prompts": (*ONLINE, "dpo"),
+    "extract_answer": SAMPLED,
+    "parse_answer": SAMPLED,
+    "reward_fn": SAMPLED,
+    "split_pair": (*PAIRS, "ppo_rlhf"),
+    "load_pairs": PAIRS,
+    "collate_pairs": PAIRS,
+    "load_model": LOGPROBS,
+    "load_reward_model": SCORED,
     "find_stop_ids": ALL,
     "pad_left": ALL,
-    "sample_tokens": ONLINE,
-    "generate": ONLINE,
-    "head_logprobs": ALL,
-    "token_logprobs": ALL,
-    "LogprobModel": ALL,
-    "check_model": ALL,
+    "sample_tokens": SAMPLED,
+    "generate": SAMPLED,
+    "head_logprobs": LOGPROBS,
+    "token_logprobs": LOGPROBS,
+    "LogprobModel": LOGPROBS,
+    "hidden_states": SCORED,
+    "sequence_scores": SCORED,
+    "ScoreModel": SCORED,
+    "check_model": LOGPROBS,
     "microbatches": ALL,
     "lookup_logprobs": CLIPPED,
-    "step_optimizer": ALL,
+    "step_optimizer": ("sft", *ONLINE, *PAIRS),
     "add_metrics": ALL,
     "init_ranks": ALL,
     "all_reduce": ALL,
     "shard": ALL,
-    "sync_sampler": ONLINE,
+    "sync_sampler": SAMPLED,
     "on_rank_0": ALL,
     "save": ALL,
     "save_checkpoint": ALL,
@@ -44,16 +55,23 @@ SHARED = {
     "is_embedded": ALL,
     "resolve_args": ALL,
     "pick_rows": ALL,
-    "rollout": ONLINE,
+    "rollout": SAMPLED,
     "rollout_metrics": ONLINE,
     "reduce_metrics": ALL,
-    "evaluate": ONLINE,
-    "print_group": ONLINE,
+    "evaluate": (*ONLINE, "dpo"),
+    "print_group": (*ONLINE, "ppo_rlhf"),
     "print_summary": ONLINE,
 }
 # Functions of one name that differ by design: everywhere, or in scripts that are not in the table.
-OWN = {"Args", "compute_advantages", "policy_loss", "accumulate_gradients", "check_args", "main"}
-OWN_OF = {"evaluate": ("sft",), "print_summary": ("sft",)}
+OWN = {"Args", "compute_advantages", "policy_loss", "preference_loss", "accumulate_gradients", "check_args", "main"}
+OWN_OF = {
+    "load_prompts": ("ppo_rlhf",),
+    "check_model": ("reward_model",),
+    "step_optimizer": ("ppo_rlhf",),
+    "rollout_metrics": ("ppo_rlhf",),
+    "evaluate": ("sft", "reward_model", "ppo_rlhf"),
+    "print_summary": ("sft", "reward_model", "dpo", "ppo_rlhf"),
+}
 
 
 def definitions(script):

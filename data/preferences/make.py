@@ -1,0 +1,127 @@
+"""Make preference pairs about sums from what the base model says, by a rule: right beats wrong, shown work beats none.
+
+    python data/preferences/make.py [FOLDER]
+
+train.jsonl   4,096 rows {prompt, chosen, rejected, kind}
+test.jsonl      512 rows of the same form
+Completions are sampled from models/tiny, 16 for each of 8,192 fresh prompts: none is in data/addition, and none in both
+files. The temperature is 1.5, at which 1 sample in 9 shows wrong work; at 1 it is 1 in 60. Of a file are, as (chosen,
+rejected),
+
+    right work, wrong work     20 %   both show work, and only reading it tells them apart
+    right answer, wrong work   10 %   the winner answers at once: work is not better for being shown
+    right work, wrong answer   30 %   only the winner shows work, and the loser is wrong
+    right work, right answer   25 %   only the winner shows work, and both are right
+    right answer, wrong answer 15 %   neither shows work
+
+Work is right if it says what data/addition/make.py would write. Every run on one machine writes the same bytes; another
+machine's arithmetic may sample other completions, so the committed files are the reference.
+"""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "data" / "addition")]
+
+import make as addition  # noqa: E402, after its folder is on the path
+
+import grpo  # noqa: E402
+
+NUM_PROMPTS, NUM_SAMPLES, TEMPERATURE, BATCH = 8192, 16, 1.5, 128
+FILES = {"test.jsonl": 512, "train.jsonl": 4096}
+KINDS = {  # (chosen, rejected): share of a file
+    ("right work", "wrong work"): 0.2,
+    ("right answer", "wrong work"): 0.1,
+    ("right work", "wrong answer"): 0.3,
+    ("right work", "right answer"): 0.25,
+    ("right answer", "wrong answer"): 0.15,
+}
+
+
+def fresh_sums(count):
+    """Return count sums (prompt, completion that shows its work, answer) that are not in data/addition."""
+    seen = set()
+    for path in (ROOT / "data" / "addition").glob("*.jsonl"):
+        seen |= {json.loads(line)["prompt"] for line in path.read_text().splitlines()}
+    rng, sums = random.Random(1), []
+    while len(sums) < count:
+        row = addition.make_sum(rng)
+        if row[0] not in seen:
+            seen.add(row[0])
+            sums.append(row)
+    return sums
+
+
+def classify(completion, worked, answer):
+    """Say whether a completion shows its work or answers at once, and whether all of it is right; None if malformed."""
+    if completion == worked:
+        return "right work"
+    if completion.startswith("<think>") and "</think>\\boxed{" in completion and completion.endswith("}"):
+        return "wrong work"
+    if completion.startswith("\\boxed{") and completion.endswith("}"):
+        return "right answer" if completion == f"\\boxed{{{answer}}}" else "wrong answer"
+    return None
+
+
+def sample_completions(sums):
+    """Return {class: distinct completions} for every sum."""
+    model, tokenizer = grpo.load_model(str(ROOT / "models" / "tiny"), torch.device("cpu"))
+    stop_ids = grpo.find_stop_ids(model, tokenizer)
+    args = grpo.Args(max_completion_length=48)
+    torch.manual_seed(0)
+    found, num_wrong_work = [], 0
+    for start in range(0, len(sums), BATCH):
+        part = sums[start : start + BATCH]
+        prompts = [{"answer": a, "prompt_ids": grpo.encode_prompt(tokenizer, p, "")} for p, _, a in part]
+        batch, texts = grpo.rollout(model, tokenizer, prompts, NUM_SAMPLES, TEMPERATURE, stop_ids, args)
+        for i, (_, worked, answer) in enumerate(part):
+            classes = {}
+            for k in range(i * NUM_SAMPLES, (i + 1) * NUM_SAMPLES):
+                if not batch["truncated"][k]:
+                    name = classify(texts[k], worked, answer)
+                    classes.setdefault(name, {})[texts[k]] = None
+                    num_wrong_work += name == "wrong work"
+            found.append({name: list(texts) for name, texts in classes.items()})
+    print(f"{num_wrong_work} of {len(sums) * NUM_SAMPLES} samples show wrong work")
+    return found
+
+
+def main(folder):
+    sums = fresh_sums(NUM_PROMPTS)
+    found, rng = sample_completions(sums), random.Random(2)
+    first = 0
+    for name, num_rows in FILES.items():
+        # The prompts of the two files are apart; a prompt has at most one pair of a kind.
+        last = first + NUM_PROMPTS * num_rows // sum(FILES.values())
+        rows, share_so_far = [], 0.0
+        for (better, worse), share in KINDS.items():
+            pairs = [
+                {
+                    "prompt": prompt,
+                    "chosen": rng.choice(classes[better]),
+                    "rejected": rng.choice(classes[worse]),
+                    "kind": f"{better}, {worse}",
+                }
+                for (prompt, _, _), classes in zip(sums[first:last], found[first:last])
+                if better in classes and worse in classes
+            ]
+            rng.shuffle(pairs)
+            share_so_far += share
+            count = round(share_so_far * num_rows) - len(rows)
+            if len(pairs) < count:
+                raise SystemExit(f"{name}: {len(pairs)} pairs of {better}, {worse}, and {count} are asked for")
+            print(f"{name}: {count} of {len(pairs)} pairs of {better}, {worse}")
+            rows += pairs[:count]
+        rng.shuffle(rows)
+        assert len(rows) == num_rows
+        (folder / name).write_bytes("".join(json.dumps(row) + "\n" for row in rows).encode())
+        first = last
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent)

@@ -1,0 +1,136 @@
+"""Run by torchrun in test_preferences.py: reward_model, dpo and ppo_rlhf on pairs and batches split over two ranks."""
+
+import copy
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tiny import COMPLETIONS, CONFIGS, PAD_ID, PROMPTS, build_model, make_batch
+from transformers import AutoModelForSequenceClassification
+from two_ranks import take
+
+import dpo
+import ppo_rlhf
+import reward_model
+
+SHARES = ([0, 1, 2, 3, 4], [5, 6, 7])  # pairs, and rows of the batch, on each rank
+BUDGET = 36
+# Ids 0 and 1, which may be padding and stop token, stand in the middle of completions too.
+PAIRS = [
+    {"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected}
+    for prompt, chosen, rejected in zip(PROMPTS, COMPLETIONS, [*COMPLETIONS[3:], [5, 1, 0, 1], [1, 7, 1], [2, 1]])
+]
+INPUTS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+NAMES = ("reward_model", "dpo", "dpo, one rank idle", "ppo_rlhf", "ppo_rlhf, one rank idle")
+
+
+def build_scorer(config="llama", vocab_size=11, dtype=torch.float64, scale=4.0):
+    """A random sequence classifier with one label, as build_model makes language models."""
+    torch.manual_seed(3)
+    config = copy.deepcopy(CONFIGS[config])
+    config.vocab_size, config.num_labels, config.pad_token_id = vocab_size, 1, PAD_ID
+    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float64).eval()
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child).__name__ == "LlamaRMSNorm":  # it computes in float32
+                norm = torch.nn.RMSNorm(child.weight.shape, child.variance_epsilon, dtype=torch.float64)
+                setattr(module, name, norm)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(scale if parameter.ndim > 1 else 1.0)
+    return model.to(dtype)
+
+
+def build_reference():
+    """A language model near that of build_model("llama")."""
+    model = build_model("llama")
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return model
+
+
+def build_actor_critic():
+    policy = ppo_rlhf.ActorCritic(build_model("llama"), build_scorer()).train()
+    policy.score_mean, policy.score_std = 0.3, 1.7
+    return policy
+
+
+def make_ppo_batch(policy):
+    """The batch of make_batch with advantages, old values and returns of every token."""
+    batch = make_batch(policy.model)
+    with torch.no_grad():
+        _, _, values = policy(*(batch[key] for key in INPUTS), 0.7)
+    noise = torch.randn(3, *values.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    mask = batch["completion_mask"]
+    batch["advantages"] = noise[0] * mask
+    return batch | {"old_values": (values + 0.3 * noise[1]) * mask, "returns": (values + noise[2]) * mask}
+
+
+def gradient_of_parameters(policy):
+    gradients = [parameter.grad for parameter in policy.parameters()]
+    gradients = [grad.full_tensor() if hasattr(grad, "full_tensor") else grad for grad in gradients]
+    return torch.cat([grad.flatten() for grad in gradients])
+
+
+def run_reward_model(share, device):
+    args = reward_model.Args(microbatch_tokens=BUDGET)
+    policy = reward_model.shard(reward_model.ScoreModel(build_scorer()).train(), device)
+    batch = reward_model.collate_pairs([PAIRS[i] for i in share], PAD_ID, device)
+    totals, _ = reward_model.accumulate_gradients(policy, batch, 8, args)
+    return {"gradient": gradient_of_parameters(policy), "metrics": reward_model.reduce_metrics(totals)}
+
+
+def run_dpo(share, device, live_rows, folder):
+    rank, world_size, _ = dpo.init_ranks()
+    args = dpo.Args(microbatch_tokens=BUDGET, beta=0.3, label_smoothing=0.1)
+    reference = dpo.shard(dpo.LogprobModel(build_reference()), device)
+    pairs = [dict(pair) for pair in PAIRS]
+    dpo.add_reference(reference, pairs, Path(folder) / "reference.json", 0, PAD_ID, args, rank, world_size)
+    policy = dpo.shard(dpo.LogprobModel(build_model("llama")).train(), device)
+    own = [pairs[i] for i in share if i in live_rows]
+    batch = dpo.collate_pairs(own or pairs[:1], PAD_ID, device)
+    totals = dpo.accumulate_gradients(policy, batch, own, 8, args)
+    references = torch.tensor([[pair["ref_chosen"], pair["ref_rejected"]] for pair in pairs], dtype=torch.float64)
+    metrics = dpo.reduce_metrics(totals)
+    return {"gradient": gradient_of_parameters(policy), "metrics": metrics, "references": references}
+
+
+def run_ppo(share, device, live_rows):
+    args = ppo_rlhf.Args(microbatch_tokens=BUDGET, temperature=0.7)
+    policy = build_actor_critic()
+    batch = make_ppo_batch(policy)
+    narrow = take(batch, share)
+    width = narrow["completion_mask"].shape[1]
+    narrow |= {key: narrow[key][:, :width] for key in ("advantages", "old_values", "returns")}
+    policy = ppo_rlhf.shard(policy, device)
+    logprobs, _, values = ppo_rlhf.look_up(policy, narrow, args.microbatch_tokens, args.temperature)
+    mask = narrow["completion_mask"]
+    whitened = ppo_rlhf.whiten(narrow["advantages"], mask)
+    rows = torch.tensor([share.index(row) for row in live_rows if row in share], dtype=torch.long)
+    totals = ppo_rlhf.accumulate_gradients(policy, narrow, rows, 30, False, args)
+    metrics = ppo_rlhf.reduce_metrics(totals)
+    metrics["explained_variance"] = ppo_rlhf.explained_variance(narrow["returns"], narrow["old_values"], mask)
+    tokens = torch.stack([logprobs, values, whitened])
+    return {"gradient": gradient_of_parameters(policy), "metrics": metrics, "tokens": tokens}
+
+
+def run(folder):
+    """Everything by name: of this rank's share, or of all pairs and rows in one process."""
+    rank, _, device = ppo_rlhf.init_ranks()
+    share = SHARES[rank] if dist.is_initialized() else sum(SHARES, [])
+    results = [
+        run_reward_model(share, device),
+        run_dpo(share, device, range(8), folder),
+        run_dpo(share, device, [0, 2, 4], folder),
+        run_ppo(share, device, range(8)),
+        run_ppo(share, device, [0, 2, 4]),
+    ]
+    return dict(zip(NAMES, results))
+
+
+if __name__ == "__main__":
+    torch.save(run(sys.argv[1]), f"{sys.argv[1]}/{dist.get_rank()}.pt")
+    dist.destroy_process_group()

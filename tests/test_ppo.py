@@ -1,0 +1,623 @@
+"""PPO's token rewards, advantages, whitening and losses; its exact expected gradient; its accumulated gradients."""
+
+import math
+
+import pytest
+import torch
+from preference_ranks import INPUTS, PAIRS, build_actor_critic, build_scorer, make_ppo_batch
+from test_gradients import COMPLETIONS, MAX_LENGTH, PROMPTS, TEMPERATURE, VOCAB_SIZE, exact_logprobs, gradient_of
+from test_losses import read_oracle, tensor
+from tiny import PAD_ID, build_model, pad_right, relative_error
+
+import ppo_rlhf
+from ppo_rlhf import compute_advantages, explained_variance, policy_loss, token_rewards, value_loss, whiten
+
+
+def random_inputs(dtype=torch.float64):
+    """Six completions of 1 to 5 tokens; ratios and values on both sides of their clip ranges."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(7, 6, 5, generator=generator, dtype=torch.float64).to(dtype)
+    return {
+        "logprobs": noise[0] - 2,
+        "old_logprobs": noise[0] - 2 + 0.3 * noise[1],
+        "ref_logprobs": noise[0] - 2 + noise[2],
+        "advantages": noise[3],
+        "rewards": noise[3] + noise[4],
+        "values": noise[4],
+        "old_values": noise[4] + 0.4 * noise[5],
+        "returns": noise[6],
+        "scores": tensor([0.5, -1.5, 1.0, 1.1, -0.2, -0.9], dtype),
+        "completion_mask": torch.arange(5) < torch.tensor([[5], [1], [3], [2], [4], [5]]),
+    }
+
+
+# function: what it takes and how it is called
+FUNCTIONS = {
+    "token_rewards": (("old_logprobs", "ref_logprobs"), lambda x, *rest: token_rewards(x["scores"], *rest, 0.05)),
+    "compute_advantages": (("rewards", "values"), lambda x, *rest: compute_advantages(*rest, 0.9, 0.8)),  # noqa: ARG005
+    "whiten": (("advantages",), lambda x, *rest: whiten(*rest)),  # noqa: ARG005
+    "policy_loss": (("logprobs", "old_logprobs", "advantages"), lambda x, *rest: policy_loss(*rest, 0.2)),  # noqa: ARG005
+    "value_loss": (("values", "old_values", "returns"), lambda x, *rest: value_loss(*rest, 0.2)),  # noqa: ARG005
+    "explained_variance": (("returns", "values"), lambda x, *rest: explained_variance(*rest)),  # noqa: ARG005
+}
+each_function = pytest.mark.parametrize("name", FUNCTIONS)
+
+
+def results_of(name, inputs):
+    """Everything a function returns, as tensors by name; of a loss also its gradient."""
+    names, function = FUNCTIONS[name]
+    first, *others = (inputs[key].detach().clone() for key in names)
+    is_loss = name.endswith("_loss")
+    outputs = function(inputs, first.requires_grad_(is_loss), *others, inputs["completion_mask"])
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    results = {f"output {i}": torch.as_tensor(x) for i, x in enumerate(outputs) if not isinstance(x, dict)}
+    if is_loss:
+        outputs[0].backward()
+        results = {"loss": outputs[0].detach(), "gradient": first.grad, **outputs[1]}
+    return results
+
+
+def assert_equal(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+# ---- by hand
+
+
+def test_token_rewards_by_hand():
+    old_logprobs = tensor([[-1.0, -2.0, -3.0], [-0.5, -4.0, 9.0], [-1.0, -1.0, -1.0]])
+    ref_logprobs = tensor([[-1.5, -1.0, -3.0], [-0.5, -2.0, 8.0], [-2.0, 5.0, -3.0]])
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 1]])  # the last with a hole: its last token is still the third
+    rewards = token_rewards(tensor([2.0, -1.0, 3.0]), old_logprobs, ref_logprobs, mask, 0.1)
+    expected = tensor([[-0.05, 0.1, 2.0], [0.0, -0.8, 0.0], [-0.1, 0.0, 2.8]])
+    torch.testing.assert_close(rewards, expected, rtol=1e-12, atol=1e-15)
+
+
+def test_token_rewards_need_no_reference_where_kl_coef_is_0():
+    inputs = random_inputs()
+    scores, old_logprobs, mask = inputs["scores"], inputs["old_logprobs"], inputs["completion_mask"]
+    without = token_rewards(scores, old_logprobs, None, mask, 0.0)
+    assert_equal(without, token_rewards(scores, old_logprobs, inputs["ref_logprobs"], mask, 0.0))
+    assert without.sum(1).tolist() == scores.tolist() and (without != 0).sum() == 6
+
+
+def test_advantages_and_returns_by_hand():
+    rewards = tensor([[1.0, 0.5, 2.0], [3.0, 9.0, 9.0], [0.0, 1.0, 9.0]])
+    values = tensor([[0.2, 0.4, -0.3], [1.0, 9.0, 9.0], [0.5, 0.5, 9.0]])
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0]])
+    advantages, returns = compute_advantages(rewards, values, mask, 0.9, 0.8)
+    # deltas 1.16, -0.17, 2.3; 2; -0.05, 0.5
+    expected = tensor([[1.16 + 0.72 * (-0.17 + 0.72 * 2.3), -0.17 + 0.72 * 2.3, 2.3], [2, 0, 0], [0.31, 0.5, 0]])
+    torch.testing.assert_close(advantages, expected, rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(returns, expected + values * mask, rtol=1e-12, atol=1e-15)
+
+
+def test_whiten_by_hand():
+    whitened = whiten(tensor([[1.0, 2.0, 9.0], [4.0, 9.0, 9.0]]), torch.tensor([[1, 1, 0], [1, 0, 0]]))
+    expected = tensor([[-4 / 3, -1 / 3, 0.0], [5 / 3, 0.0, 0.0]]) / math.sqrt(7 / 3 + 1e-8)
+    torch.testing.assert_close(whitened, expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("values", [[[3.0, 9.0]], [[3.0, 3.0]]])
+def test_whiten_without_variance_gives_0(values):
+    assert whiten(tensor(values), torch.tensor(values) == 3.0).tolist() == [[0.0, 0.0]]
+
+
+def test_policy_loss_gradient_and_metrics_by_hand():
+    ratios = tensor([[1.5, 2.0, 0.5, 9.0], [1.5, 0.5, 1.0, 9.0]])
+    logprobs = tensor([[-1.0, -2.0, -3.0, -4.0], [-0.5, -1.5, -2.5, -3.5]]).requires_grad_()
+    advantages = tensor([[2.0, -1.0, 2.0, 5.0], [-1.0, -1.0, 3.0, 5.0]])
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 0]])
+    loss, metrics = policy_loss(logprobs, logprobs.detach() - ratios.log(), advantages, mask, 0.2)
+    loss.backward()
+    assert loss.item() == pytest.approx(-2.4 + 2.0 - 1.0 + 1.5 + 0.8 - 3.0, rel=1e-12)
+    expected = tensor([[0.0, 2.0, -1.0, 0.0], [1.5, 0.0, -3.0, 0.0]])
+    torch.testing.assert_close(logprobs.grad, expected, rtol=1e-12, atol=1e-15)
+    assert {key: value.item() for key, value in metrics.items()} == pytest.approx(
+        {
+            "loss/policy": -2.1,
+            "policy/approx_kl": 2 * (0.5 - math.log(1.5)) + (1 - math.log(2)) + 2 * (math.log(2) - 0.5),
+            "policy/clip_fraction_low": 1,
+            "policy/clip_fraction_high": 1,
+            "policy/ratio_max": 2.0,
+        },
+        rel=1e-12,
+    )
+
+
+@pytest.mark.parametrize(
+    "value, target, loss, gradient, clipped",
+    [
+        (1.1, 2.0, 0.405, -0.9, 0),  # within 0.2 of the old value, which is 1
+        (1.5, 2.0, 0.32, 0.0, 1),  # above, and on its way to the return: stopped
+        (1.5, 0.5, 0.5, 1.0, 0),  # above, and away from the return: called back
+        (0.5, 0.0, 0.32, 0.0, 1),
+        (0.5, 1.2, 0.245, -0.7, 0),
+        (1.0, 1.0, 0.0, 0.0, 0),
+    ],
+)
+def test_value_loss_by_hand(value, target, loss, gradient, clipped):
+    values = tensor([[value, 7.0]]).requires_grad_()
+    mask = torch.tensor([[1, 0]])
+    actual, metrics = value_loss(values, tensor([[1.0, 0.0]]), tensor([[target, 0.0]]), mask, 0.2)
+    actual.backward()
+    assert actual.item() == metrics["loss/value"].item() == pytest.approx(loss, rel=1e-12)
+    torch.testing.assert_close(values.grad, tensor([[gradient, 0.0]]), rtol=1e-12, atol=0)
+    assert metrics["value/clip_fraction"].item() == clipped
+
+
+@pytest.mark.parametrize(
+    "values, expected",
+    [([1.0, 2.0, 4.0], 1.0), ([6.0, 7.0, 9.0], 1.0), ([5.0, 5.0, 5.0], 0.0), ([-1.0, -2.0, -4.0], -3.0)],
+)
+def test_explained_variance_by_hand(values, expected):
+    returns = tensor([[1.0, 2.0, 99.0], [4.0, 99.0, 99.0]])
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    values = torch.zeros_like(returns).masked_scatter(mask.bool(), tensor(values))
+    assert explained_variance(returns, values, mask) == pytest.approx(expected, abs=1e-12)
+
+
+# ---- against other people's code
+
+
+@pytest.mark.parametrize("case", read_oracle("gae_verl"), ids=lambda case: case["name"])
+def test_rewards_advantages_and_returns_are_those_of_verl(case):
+    inputs = {key: tensor(values) for key, values in case["inputs"].items()}
+    outputs = {key: tensor(values) for key, values in case["outputs"].items()}
+    mask, config = inputs["mask"], case["config"]
+    rewards = token_rewards(inputs["scores"], inputs["old_logp"], inputs["ref_logp"], mask, config["kl_coef_in_reward"])
+    torch.testing.assert_close(rewards, outputs["token_rewards"], rtol=1e-9, atol=1e-15)
+    advantages, returns = compute_advantages(rewards, inputs["values"], mask, config["gamma"], config["lam"])
+    torch.testing.assert_close(returns, outputs["returns"], rtol=1e-9, atol=1e-15)
+    torch.testing.assert_close(whiten(advantages, mask), outputs["advantages_whitened"], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("case", read_oracle("gae_oat"), ids=lambda case: case["name"])
+def test_advantages_and_returns_are_those_of_oat(case):
+    inputs = {key: tensor(values) for key, values in case["inputs"].items()}
+    outputs = {key: tensor(values) for key, values in case["outputs"].items()}
+    mask, config = inputs["mask"], case["config"]
+    advantages, returns = compute_advantages(
+        inputs["token_rewards"], inputs["values"], mask, config["gamma"], config["lam"]
+    )
+    torch.testing.assert_close(returns * mask, outputs["returns"] * mask, rtol=1e-9, atol=1e-15)
+    torch.testing.assert_close(whiten(advantages, mask), outputs["advantages_whitened"] * mask, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("case, num_rows", zip(read_oracle("gae_summarize"), (1, 4)))
+def test_returns_are_those_of_huang_et_al_where_the_place_of_the_score_does_not_matter(case, num_rows):
+    """Theirs stands one later, unless the completion is of full width: as good as ours there, and at λ = 1."""
+    inputs = {key: tensor(values) for key, values in case["inputs"].items()}
+    outputs = {key: tensor(values) for key, values in case["outputs"].items()}
+    mask, config = inputs["mask"], case["config"]
+    rewards = token_rewards(inputs["scores"], inputs["old_logp"], inputs["ref_logp"], mask, config["kl_coef"])
+    advantages, returns = compute_advantages(rewards, inputs["values"], mask, config["gamma"], config["lam"])
+    is_full = mask.all(1)
+    torch.testing.assert_close(rewards[is_full], outputs["token_rewards"][is_full], rtol=1e-9, atol=1e-15)
+    same = is_full | (config["lam"] == 1)
+    assert is_full.sum() == 1 and same.sum() == num_rows
+    torch.testing.assert_close(returns[same], (outputs["returns"] * mask)[same], rtol=1e-9, atol=1e-15)
+    if same.all():
+        ddof_0 = math.sqrt(mask.sum() / (mask.sum() - 1))
+        torch.testing.assert_close(ddof_0 * whiten(advantages, mask), outputs["advantages_whitened"], rtol=1e-6, atol=0)
+
+
+def test_losses_and_gradients_are_those_of_verl():
+    [case] = [case for case in read_oracle("ppo_verl") if case["config"]["clip_ratio_c"] == 1e9]  # no second clip
+    inputs = {key: tensor(values) for key, values in case["inputs"].items()}
+    mask, config, outputs = inputs["mask"], case["config"], case["outputs"]
+    new_logp, vpred = inputs["new_logp"].requires_grad_(), inputs["vpred"].requires_grad_()
+    loss, metrics = policy_loss(new_logp, inputs["old_logp"], inputs["advantages"], mask, config["clip_ratio"])
+    error, value_metrics = value_loss(vpred, inputs["values"], inputs["returns"], mask, config["cliprange_value"])
+    count = mask.sum()
+    ((loss + error) / count).backward()
+    assert (loss / count).item() == pytest.approx(outputs["pg_loss"], rel=1e-6, abs=1e-8)
+    assert (error / count).item() == pytest.approx(outputs["vf_loss"], rel=1e-9)
+    torch.testing.assert_close(new_logp.grad, tensor(outputs["grad_logp"]), rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(vpred.grad, tensor(outputs["grad_vpred"]), rtol=1e-9, atol=1e-12)
+    clipped = metrics["policy/clip_fraction_low"] + metrics["policy/clip_fraction_high"]
+    assert (clipped / count).item() == pytest.approx(outputs["pg_clipfrac"], rel=1e-6)
+    assert (value_metrics["value/clip_fraction"] / count).item() == pytest.approx(outputs["vf_clipfrac"], rel=1e-6)
+
+
+# ---- identities
+
+
+def test_sum_of_token_rewards_is_score_minus_kl():
+    x = random_inputs()
+    rewards = token_rewards(x["scores"], x["old_logprobs"], x["ref_logprobs"], x["completion_mask"], 0.3)
+    kl = ((x["old_logprobs"] - x["ref_logprobs"]) * x["completion_mask"]).sum(1)
+    torch.testing.assert_close(rewards.sum(1), x["scores"] - 0.3 * kl)
+
+
+def test_gamma_and_lambda_1_give_the_reward_to_go():
+    x = random_inputs()
+    mask = x["completion_mask"]
+    advantages, returns = compute_advantages(x["rewards"], x["values"], mask, 1.0, 1.0)
+    to_go = (x["rewards"] * mask).flip(1).cumsum(1).flip(1) * mask
+    torch.testing.assert_close(returns, to_go)
+    torch.testing.assert_close(advantages, to_go - x["values"] * mask)
+
+
+def test_lambda_0_gives_td_errors():
+    x = random_inputs()
+    mask = x["completion_mask"]
+    advantages, _ = compute_advantages(x["rewards"], x["values"], mask, 0.9, 0.0)
+    values = x["values"] * mask
+    next_values = torch.cat([values[:, 1:], torch.zeros(6, 1)], 1)
+    torch.testing.assert_close(advantages, (x["rewards"] + 0.9 * next_values - values) * mask)
+
+
+def test_advantages_are_linear_in_rewards_and_values():
+    x, y = random_inputs(), {key: value.flip(0, 1) for key, value in random_inputs().items() if value.ndim == 2}
+    mask, settings = x["completion_mask"], (0.97, 0.9)
+    both = compute_advantages(2 * x["rewards"] + y["rewards"], 2 * x["values"] + y["values"], mask, *settings)
+    first = compute_advantages(x["rewards"], x["values"], mask, *settings)
+    second = compute_advantages(y["rewards"], y["values"], mask, *settings)
+    for i in range(2):
+        torch.testing.assert_close(both[i], 2 * first[i] + second[i])
+
+
+def test_a_change_of_the_score_reaches_earlier_tokens_discounted():
+    x = random_inputs()
+    mask = x["completion_mask"]
+    before, after = (
+        compute_advantages(token_rewards(scores, None, None, mask, 0.0), x["values"], mask, 0.9, 0.8)[0]
+        for scores in (x["scores"], x["scores"] + 3)
+    )
+    tokens_after = mask.sum(1, keepdim=True) - torch.arange(1, 6)
+    torch.testing.assert_close(after - before, 3 * tensor(0.72) ** tokens_after * mask)
+
+
+def test_whitened_has_mean_0_and_variance_1_whatever_shift_and_scale():
+    x = random_inputs()
+    mask = x["completion_mask"]
+    whitened = whiten(x["advantages"], mask)
+    assert whitened[mask].mean().abs() < 1e-12 and (whitened[~mask] == 0).all()
+    assert whitened[mask].var().item() == pytest.approx(1.0, rel=1e-6)
+    torch.testing.assert_close(whiten(7 * x["advantages"] - 100, mask), whitened, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("clip_eps", [1e-6, 0.2, 0.9])
+def test_policy_gradient_at_ratio_1_is_minus_the_advantages(clip_eps):
+    x = random_inputs()
+    logprobs = x["logprobs"].requires_grad_()
+    policy_loss(logprobs, logprobs.detach(), x["advantages"], x["completion_mask"], clip_eps)[0].backward()
+    torch.testing.assert_close(logprobs.grad, -x["advantages"] * x["completion_mask"])
+
+
+def value_results(**changes):
+    x = random_inputs() | changes
+    values = x["values"].clone().requires_grad_()
+    clip = changes.get("value_clip_eps", 0.2)
+    loss, metrics = value_loss(values, x["old_values"], x["returns"], x["completion_mask"], clip)
+    loss.backward()
+    return loss.detach(), values.grad, metrics
+
+
+@pytest.mark.parametrize(
+    "changes", [{"value_clip_eps": math.inf}, {"old_values": random_inputs()["values"]}], ids=["infinite", "not moved"]
+)
+def test_where_no_value_is_clipped_the_loss_is_half_the_squared_error(changes):
+    x = random_inputs()
+    error = (x["values"] - x["returns"]) * x["completion_mask"]
+    loss, gradient, metrics = value_results(**changes)
+    torch.testing.assert_close(loss, 0.5 * error.square().sum())
+    torch.testing.assert_close(gradient, error)
+    assert metrics["value/clip_fraction"] == 0
+
+
+def test_clipped_value_loss_is_at_least_the_unclipped():
+    unclipped = value_results(value_clip_eps=math.inf)[0]
+    losses = [value_results(value_clip_eps=clip)[0] for clip in (0.4, 0.2, 0.05)]
+    assert unclipped < losses[0] and value_results()[2]["value/clip_fraction"] > 0
+    assert all(loss >= unclipped for loss in losses)
+
+
+@pytest.mark.parametrize("name", ["policy_loss", "value_loss"])
+def test_losses_and_metrics_of_parts_add_up(name):
+    x = random_inputs()
+    whole = results_of(name, x)
+    parts = [results_of(name, {key: value[rows] for key, value in x.items()}) for rows in ([0, 1], [2, 3, 4, 5])]
+    for key, value in whole.items():
+        values = [part[key] for part in parts]
+        total = torch.cat(values) if key == "gradient" else max(values) if key.endswith("_max") else sum(values)
+        torch.testing.assert_close(total, value)
+        assert key == "gradient" or value.ndim == 0
+        assert not value.requires_grad
+
+
+# ---- masks, padding, types
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])
+@each_function
+def test_masked_positions_do_not_matter(name, garbage):
+    x = random_inputs()
+    expected = results_of(name, x)
+    names = FUNCTIONS[name][0]
+    for filled in [*((key,) for key in names), names]:
+        changed = {key: torch.where(x["completion_mask"], x[key], garbage) for key in filled}
+        assert_equal(results_of(name, x | changed), expected)
+
+
+@each_function
+def test_padding_columns_do_not_matter(name):
+    x = random_inputs()
+    padded = {key: torch.cat([x[key], torch.full((6, 3), 7.0)], 1) for key in FUNCTIONS[name][0]}
+    padded["completion_mask"] = torch.cat([x["completion_mask"], torch.zeros(6, 3, dtype=torch.bool)], 1)
+    for key, value in results_of(name, x | padded).items():
+        expected = results_of(name, x)[key]
+        if value.ndim == 2:
+            assert (value[:, 5:] == 0).all() and (value[:, :5] != 0).any()
+            value = value[:, :5]
+        torch.testing.assert_close(value, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.float32, torch.float64])
+@each_function
+def test_masks_of_every_type_are_equal(name, dtype):
+    x = random_inputs()
+    assert_equal(results_of(name, x | {"completion_mask": x["completion_mask"].to(dtype)}), results_of(name, x))
+
+
+@each_function
+def test_float32_stays_float32_and_agrees(name):
+    actual, expected = results_of(name, random_inputs(torch.float32)), results_of(name, random_inputs())
+    for key, value in expected.items():
+        if value.dtype == torch.float64 and name != "explained_variance":  # which returns a number
+            assert actual[key].dtype == torch.float32
+        torch.testing.assert_close(actual[key], value, rtol=1e-4, atol=1e-5, check_dtype=False)
+
+
+@each_function
+def test_inputs_stay_as_they_are(name):
+    x = random_inputs()
+    names, function = FUNCTIONS[name]
+    function(x, *(x[key] for key in names), x["completion_mask"])
+    assert_equal(x, random_inputs())
+
+
+# ---- values of a model
+
+
+@pytest.mark.parametrize("config", ["llama", "gpt2"])
+def test_values_are_scores_of_the_prefixes(config):
+    """By Hugging Face's own forward pass of what stands before each token, alone and without padding."""
+    model = build_scorer(config)
+    model.config.pad_token_id = None  # else a prefix that ends in that id is read elsewhere
+    pairs = [pair["prompt_ids"] for pair in PAIRS], [pair["chosen_ids"] for pair in PAIRS]
+    inputs = *ppo_rlhf.pad_left(pairs[0], PAD_ID, "cpu"), *pad_right(pairs[1], 9)
+    with torch.no_grad():
+        values = ppo_rlhf.token_values(model, *inputs)
+        expected = torch.zeros(8, 9, dtype=torch.float64)
+        for row, (prompt, completion) in enumerate(zip(*pairs)):
+            for t in range(len(completion)):
+                expected[row, t] = model(torch.tensor([prompt + completion[:t]])).logits
+        filled = [torch.where(mask.bool(), ids, 7) for ids, mask in (inputs[:2], inputs[2:])]
+        assert_equal(ppo_rlhf.token_values(model, filled[0], inputs[1].bool(), filled[1], inputs[3].bool()), values)
+    torch.testing.assert_close(values, expected, rtol=1e-9, atol=1e-12)
+    assert values[inputs[3].bool()].std() > 0.1
+
+
+# ---- the exact gradient
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build_model("llama", vocab_size=VOCAB_SIZE)
+
+
+@pytest.fixture(scope="module")
+def rows(model):
+    """Every completion of every prompt with its score, probability (with graph) and reference's log-probabilities."""
+    prompts = [prompt for prompt in PROMPTS for _ in COMPLETIONS]
+    completions = COMPLETIONS * len(PROMPTS)
+    inputs = *ppo_rlhf.pad_left(prompts, PAD_ID, "cpu"), *pad_right(completions, MAX_LENGTH)
+    mask = inputs[3]
+    logprobs, _ = exact_logprobs(model)
+    ref = build_model("llama", vocab_size=VOCAB_SIZE, scale=4.0)
+    scores = tensor([(sum(c) + len(c) + p[0]) % 3 for p, c in zip(prompts, completions)])
+    return {
+        "inputs": inputs,
+        "mask": mask,
+        "prefixes": [[(*p, "|", *c[:t]) for t in range(MAX_LENGTH)] for p, c in zip(prompts, completions)],
+        "sequence_logprobs": (logprobs * mask).sum(1),
+        "ref_logprobs": exact_logprobs(ref)[0].detach(),
+        "scores": scores,
+    }
+
+
+def exact_values(rows, rewards, gamma=1.0):
+    """Expected discounted rewards to go after every prefix (R, T), by summing over all completions that begin so."""
+    probabilities = rows["sequence_logprobs"].detach().exp().tolist()
+    to_go = rewards.clone()
+    for t in reversed(range(MAX_LENGTH - 1)):
+        to_go[:, t] += gamma * to_go[:, t + 1]
+    sums, masses = {}, {}
+    for row, probability in enumerate(probabilities):
+        for t in range(int(rows["mask"][row].sum())):
+            prefix = rows["prefixes"][row][t]
+            sums[prefix] = sums.get(prefix, 0.0) + probability * to_go[row, t].item()
+            masses[prefix] = masses.get(prefix, 0.0) + probability
+    values = [[sums[p] / masses[p] if p in sums else 0.0 for p in prefixes] for prefixes in rows["prefixes"]]
+    return tensor(values) * rows["mask"]
+
+
+def gradient_error(model, rows, kl_coef, gae_lambda=1.0, change_rewards=None, change_values=None, true_kl_coef=None):
+    """Relative error of PPO's expected gradient at ratio 1, against that of E[score] - kl_coef KL(π || ref)."""
+    log_ratio = rows["sequence_logprobs"] - (rows["ref_logprobs"] * rows["mask"]).sum(1)
+    penalty = (kl_coef if true_kl_coef is None else true_kl_coef) * log_ratio
+    exact = gradient_of(model, (rows["sequence_logprobs"].exp() * (rows["scores"] - penalty)).sum())
+    logprobs, _ = ppo_rlhf.token_logprobs(model, *rows["inputs"], TEMPERATURE)
+    old_logprobs, mask = logprobs.detach(), rows["mask"]
+    rewards = token_rewards(rows["scores"], old_logprobs, rows["ref_logprobs"], mask, kl_coef)
+    rewards = change_rewards(rewards, rows) if change_rewards else rewards
+    values = exact_values(rows, rewards)
+    values = change_values(values) if change_values else values
+    advantages, _ = compute_advantages(rewards, values, mask, 1.0, gae_lambda)
+    # The loss is proportional to positive factors of the advantages: probabilities may stand there.
+    weights = rows["sequence_logprobs"].detach().exp().unsqueeze(1)
+    loss, _ = policy_loss(logprobs, old_logprobs, weights * advantages, mask, 0.2)
+    return relative_error(gradient_of(model, loss), -exact)
+
+
+@pytest.mark.parametrize("gae_lambda", [1.0, 0.95, 0.0])
+@pytest.mark.parametrize("kl_coef", [0.0, 0.5])
+def test_expected_gradient_is_exact_with_exact_values(model, rows, kl_coef, gae_lambda):
+    """With the values of the policy itself every λ is unbiased."""
+    assert gradient_error(model, rows, kl_coef, gae_lambda) < 1e-9
+
+
+def test_expected_gradient_is_exact_with_any_values_at_lambda_1(model, rows):
+    assert gradient_error(model, rows, 0.5, 1.0, change_values=lambda values: values.sin() + 1) < 1e-9
+
+
+def test_kl_divergence_to_the_reference_matters(rows):
+    log_ratio = rows["sequence_logprobs"] - (rows["ref_logprobs"] * rows["mask"]).sum(1)
+    assert (rows["sequence_logprobs"].exp() * log_ratio).sum() > 0.1
+
+
+def score_one_early(rewards, rows):
+    """Move the score of every completion that has a token before its last."""
+    scores = token_rewards(rows["scores"], None, None, rows["mask"], 0.0)
+    scores = scores * (rows["mask"].sum(1, keepdim=True) > 1)
+    return rewards - scores + scores.roll(-1, 1)
+
+
+WRONG = {
+    "score one token early": {"change_rewards": score_one_early},
+    "KL dropped": {"kl_coef": 0.0, "true_kl_coef": 0.5},
+    "KL of the other sign": {"kl_coef": -0.5, "true_kl_coef": 0.5},
+    "values of the next state": {"gae_lambda": 0.5, "change_values": lambda values: values.roll(-1, 1)},
+    "wrong values at λ = 0": {"gae_lambda": 0.0, "change_values": lambda values: values.sin() + 1},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_gradients_are_told_apart(model, rows, wrong):
+    assert gradient_error(model, rows, **{"kl_coef": 0.5} | WRONG[wrong]) > 1e-3
+
+
+def test_exact_values_are_fixed_by_the_value_loss(model, rows):
+    """Where the values are exact, the returns of λ = 0.95 scatter around them: the mean gradient is 0."""
+    logprobs = exact_logprobs(model)[0].detach()
+    rewards = token_rewards(rows["scores"], logprobs, rows["ref_logprobs"], rows["mask"], 0.5)
+    values = exact_values(rows, rewards, gamma=0.9)
+    _, returns = compute_advantages(rewards, values, rows["mask"], 0.9, 0.95)
+    weights = rows["sequence_logprobs"].detach().exp().unsqueeze(1)
+    mean_error = {}
+    for row, prefixes in enumerate(rows["prefixes"]):
+        for t in range(int(rows["mask"][row].sum())):
+            error = weights[row, 0] * (values[row, t] - returns[row, t])
+            mean_error[prefixes[t]] = mean_error.get(prefixes[t], 0.0) + error.item()
+    assert max(map(abs, mean_error.values())) < 1e-12
+    assert (values - returns).abs().max() > 0.1
+
+
+# ---- gradients that are accumulated
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return build_actor_critic()
+
+
+@pytest.fixture(scope="module")
+def batch(policy):
+    return make_ppo_batch(policy)
+
+
+def accumulate(policy, batch, rows=range(8), budget=10_000, on_policy=False):
+    """Gradient and metrics of one optimizer step over these rows."""
+    rows = torch.tensor([*rows], dtype=torch.long)
+    policy.zero_grad()
+    args = ppo_rlhf.Args(temperature=0.7, microbatch_tokens=budget)
+    metrics = ppo_rlhf.accumulate_gradients(policy, batch, rows, 30, on_policy, args)
+    return torch.cat([parameter.grad.flatten() for parameter in policy.parameters()]), metrics
+
+
+@pytest.fixture(scope="module")
+def whole(policy, batch):
+    return accumulate(policy, batch)
+
+
+def test_accumulated_gradient_is_that_of_both_losses(policy, batch, whole):
+    inputs, mask = [batch[key] for key in INPUTS], batch["completion_mask"]
+    logprobs, entropies = ppo_rlhf.token_logprobs(policy.model, *inputs, 0.7)
+    values = (ppo_rlhf.token_values(policy.value_model, *inputs) - 0.3) / 1.7
+    loss, metrics = policy_loss(logprobs, batch["old_logprobs"], batch["advantages"], mask, 0.2)
+    error, value_metrics = value_loss(values, batch["old_values"], batch["returns"], mask, 0.2)
+    assert relative_error(whole[0], gradient_of(policy, (loss + error) / 30)) < 1e-12
+    ref_log_ratio = (batch["ref_logprobs"] - logprobs.detach()) * mask
+    counts = {"policy/entropy": entropies.sum(), "num_tokens": mask.sum()}
+    counts["policy/ref_kl"] = (ref_log_ratio.exp() - ref_log_ratio - 1).sum()
+    torch.testing.assert_close(whole[1], {**metrics, **value_metrics, **counts}, check_dtype=False)
+    assert value_metrics["value/clip_fraction"] > 0 and metrics["policy/clip_fraction_high"] > 0
+
+
+@pytest.mark.parametrize("budget, count", [(1, 8), (20, 4), (60, 2)])
+def test_microbatches_change_neither_gradient_nor_metrics(policy, batch, whole, budget, count):
+    assert len(ppo_rlhf.microbatches(batch["lengths"], budget)) == count
+    gradient, metrics = accumulate(policy, batch, budget=budget)
+    assert relative_error(gradient, whole[0]) < 1e-9
+    torch.testing.assert_close(metrics, whole[1], rtol=1e-9, atol=0)
+
+
+def test_gradients_of_parts_add_up(policy, batch, whole):
+    parts = [accumulate(policy, batch, rows, budget=20)[0] for rows in ([0, 3, 5], [7, 1], [2, 4, 6])]
+    assert relative_error(sum(parts), whole[0]) < 1e-9
+
+
+def test_order_of_rows_does_not_matter(policy, batch, whole):
+    order = torch.tensor([5, 2, 7, 0, 3, 6, 1, 4])
+    assert relative_error(accumulate(policy, batch, order, budget=30)[0], whole[0]) < 1e-9
+    permuted = {key: value[order] for key, value in batch.items()}
+    assert relative_error(accumulate(policy, permuted)[0], whole[0]) < 1e-9
+
+
+def test_padding_of_the_batch_does_not_matter(policy, batch, whole):
+    padded = dict(batch)
+    for key, filling in (("prompt_ids", 7), ("prompt_mask", 0)):
+        padded[key] = torch.cat([torch.full((8, 3), filling), batch[key]], 1)
+    fillings = {"completion_ids": 7, "completion_mask": 0}
+    fillings |= dict.fromkeys(("old_logprobs", "ref_logprobs", "advantages", "old_values", "returns"), math.nan)
+    for key, filling in fillings.items():
+        padded[key] = torch.cat([batch[key], torch.full((8, 4), filling, dtype=batch[key].dtype)], 1)
+    gradient, metrics = accumulate(policy, padded)
+    assert relative_error(gradient, whole[0]) < 1e-9
+    torch.testing.assert_close(metrics, whole[1], rtol=1e-9, atol=0)
+
+
+def test_on_policy_the_ratio_is_1(policy, batch, whole):
+    gradient, metrics = accumulate(policy, batch, on_policy=True)
+    assert metrics["policy/ratio_max"] == 1 and metrics["policy/approx_kl"] == 0
+    with torch.no_grad():
+        logprobs, _ = ppo_rlhf.token_logprobs(policy.model, *(batch[key] for key in INPUTS), 0.7)
+    assert relative_error(gradient, accumulate(policy, batch | {"old_logprobs": logprobs})[0]) < 1e-9
+    assert relative_error(gradient, whole[0]) > 1e-3
+
+
+def test_no_rows_give_zero_gradient_and_metrics(policy, batch):
+    gradient, metrics = accumulate(policy, batch, [])
+    assert (gradient == 0).all() and all(value == 0 for value in metrics.values())
+
+
+@pytest.mark.parametrize("budget", [1, 20, 10_000])
+def test_looked_up_numbers_are_in_the_order_of_the_rows(policy, batch, budget):
+    """Whatever the microbatches, whose rows go by length."""
+    with torch.no_grad():
+        expected = policy(*(batch[key] for key in INPUTS), 0.7)
+    found = ppo_rlhf.look_up(policy, batch, budget, 0.7)
+    torch.testing.assert_close(found, list(expected), rtol=1e-9, atol=1e-12)
+    assert not any(x.requires_grad for x in found)
+    [scores] = ppo_rlhf.look_up(ppo_rlhf.ScoreModel(policy.value_model), batch, budget)
+    alone = [ppo_rlhf.sequence_scores(policy.value_model, *(batch[key][[row]] for key in INPUTS)) for row in range(8)]
+    torch.testing.assert_close(scores, torch.cat(alone).detach(), rtol=1e-9, atol=1e-12)
+
+
+def test_batch_stays_as_it_is(policy, batch):
+    before = {key: value.clone() for key, value in batch.items()}
+    accumulate(policy, batch, budget=20)
+    ppo_rlhf.look_up(policy, batch, 20, 0.7)
+    assert_equal(batch, before)

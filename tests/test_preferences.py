@@ -1,0 +1,575 @@
+"""The losses of reward_model and dpo, the scores, and the gradients of both (and of ppo_rlhf) over two ranks."""
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import preference_ranks
+import pytest
+import torch
+from preference_ranks import BUDGET, NAMES, PAIRS, SHARES, build_reference, build_scorer
+from test_data import word_tokenizer
+from test_gradients import gradient_of
+from test_losses import read_oracle, tensor
+from tiny import PAD_ID, build_model, pad_right, relative_error
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+import dpo
+import reward_model
+
+TINY = Path(reward_model.__file__).parent / "models" / "tiny"
+STOP_ID = 5  # <|end|> of models/tiny
+KINDS = ("chosen", "rejected")
+each_script = pytest.mark.parametrize("script", [reward_model, dpo])
+
+
+def results_of(script, inputs, **settings):
+    """Loss, gradients of its first two inputs and metrics."""
+    inputs = [x.detach().clone() for x in inputs]
+    for x in inputs[:2]:
+        x.requires_grad_()
+    settings = {"beta": 0.5, "label_smoothing": 0.0, **settings} if script is dpo else {}
+    loss, metrics = script.preference_loss(*inputs, **settings)
+    loss.backward()
+    return loss.detach(), inputs[0].grad, inputs[1].grad, metrics
+
+
+def random_inputs(script, dtype=torch.float64):
+    inputs = 3 * torch.randn(4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return list(inputs[: 4 if script is dpo else 2].to(dtype))
+
+
+# ---- the losses by hand
+
+
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x))
+
+
+def test_reward_model_loss_by_hand():
+    loss, chosen, rejected, metrics = results_of(reward_model, (tensor([1.0, 0.5, 2.0]), tensor([0.0, 1.0, 2.0])))
+    expected = math.log(1 + math.exp(-1)) + math.log(1 + math.exp(0.5)) + math.log(2)
+    assert loss.item() == pytest.approx(expected, rel=1e-12)
+    gradient = tensor([sigmoid(-1), sigmoid(0.5), 0.5])
+    torch.testing.assert_close((chosen, rejected), (-gradient, gradient), rtol=1e-12, atol=0)
+    assert {key: value.item() for key, value in metrics.items()} == pytest.approx(
+        {
+            "loss/preference": expected,
+            "pair/accuracy": 1,
+            "pair/margin": 0.5,
+            "pair/chosen_score": 3.5,
+            "pair/rejected_score": 3.0,
+        },
+        rel=1e-12,
+    )
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_dpo_loss_by_hand(smoothing):
+    """h is 1 and -3, β is 0.5."""
+    inputs = [tensor(x) for x in ([-3.0, -5.0], [-4.0, -4.0], [-4.0, -4.0], [-4.0, -6.0])]
+    loss, chosen, rejected, metrics = results_of(dpo, inputs, label_smoothing=smoothing)
+    right = math.log(1 + math.exp(-0.5)) + math.log(1 + math.exp(1.5))
+    wrong = math.log(1 + math.exp(0.5)) + math.log(1 + math.exp(-1.5))
+    expected = (1 - smoothing) * right + smoothing * wrong
+    assert loss.item() == pytest.approx(expected, rel=1e-12)
+    gradient = [0.5 * ((1 - smoothing) * sigmoid(-m) - smoothing * sigmoid(m)) for m in (0.5, -1.5)]
+    torch.testing.assert_close((chosen, rejected), (-tensor(gradient), tensor(gradient)), rtol=1e-12, atol=0)
+    assert {key: value.item() for key, value in metrics.items()} == pytest.approx(
+        {
+            "loss/preference": expected,
+            "pair/accuracy": 1,
+            "pair/margin": -1.0,
+            "pair/chosen_reward": 0.0,
+            "pair/rejected_reward": 1.0,
+            "pair/chosen_log_ratio": 0.0,
+            "pair/rejected_log_ratio": 2.0,
+        },
+        rel=1e-12,
+    )
+
+
+# ---- against other people's code
+
+
+def test_reward_model_loss_is_that_of_trl():
+    [case] = [case for case in read_oracle("rm_trl") if case["config"]["center_rewards_coefficient"] is None]
+    loss, chosen, rejected, metrics = results_of(reward_model, tensor(case["inputs"]["scores"]).chunk(2))
+    count = len(chosen)
+    assert (loss / count).item() == pytest.approx(case["outputs"]["loss"], rel=1e-9)
+    gradient = torch.cat([chosen, rejected]) / count
+    torch.testing.assert_close(gradient, tensor(case["outputs"]["grad_scores"]), rtol=1e-9, atol=1e-12)
+    for name in ("accuracy", "margin"):
+        assert (metrics[f"pair/{name}"] / count).item() == pytest.approx(case["outputs"]["metrics"][name], rel=1e-9)
+
+
+DPO_CASES = [case for case in read_oracle("dpo_eric_mitchell") if not case["config"]["ipo"]]  # IPO is another loss
+
+
+def test_dpo_cases_are_left():
+    assert len(DPO_CASES) == 6 and {case["config"]["label_smoothing"] for case in DPO_CASES} == {0.0, 0.1}
+
+
+@pytest.mark.parametrize("case", DPO_CASES, ids=lambda case: case["name"])
+def test_dpo_loss_is_that_of_its_authors(case):
+    names = [f"{model}_{kind}_logps" for model in ("policy", "reference") for kind in KINDS]
+    inputs, outputs, config = [tensor(case["inputs"][name]) for name in names], case["outputs"], case["config"]
+    settings = {"beta": config["beta"], "label_smoothing": config["label_smoothing"]}
+    loss, chosen, rejected, metrics = results_of(dpo, inputs, **settings)
+    count = len(chosen)
+    assert (loss / count).item() == pytest.approx(outputs["loss"], rel=1e-9)
+    torch.testing.assert_close(chosen / count, tensor(outputs["grad_chosen"]), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(rejected / count, tensor(outputs["grad_rejected"]), rtol=1e-9, atol=1e-12)
+    for kind in KINDS:
+        assert metrics[f"pair/{kind}_reward"].item() == pytest.approx(sum(outputs[f"{kind}_rewards"]), rel=1e-9)
+    for i in range(count):
+        alone, *_ = results_of(dpo, [x[i : i + 1] for x in inputs], **settings)
+        assert alone.item() == pytest.approx(outputs["losses"][i], rel=1e-9)
+
+
+@pytest.mark.parametrize("case", read_oracle("dpo_trl"), ids=lambda case: case["name"])
+def test_dpo_loss_is_that_of_trl(case):
+    """Of log-probabilities of tokens, which are summed over the completion."""
+    assert case["config"]["loss_type"] == "sigmoid" and case["config"]["label_smoothing"] == 0
+    logprobs, ref_logprobs, mask = (tensor(case["inputs"][key]) for key in ("logp", "ref_logp", "mask"))
+    logprobs.requires_grad_()
+    sums = [part for x in (logprobs, ref_logprobs) for part in (x * mask).sum(1).chunk(2)]
+    loss, metrics = dpo.preference_loss(*sums, case["config"]["beta"], 0.0)
+    count, expected = len(sums[0]), case["outputs"]["metrics"]
+    (loss / count).backward()
+    assert (loss / count).item() == pytest.approx(case["outputs"]["loss"], rel=1e-9)
+    torch.testing.assert_close(logprobs.grad, tensor(case["outputs"]["grad_logp"]), rtol=1e-9, atol=1e-12)
+    for ours, theirs in (("chosen_reward", "chosen"), ("rejected_reward", "rejected"), ("margin", "margins")):
+        assert (metrics[f"pair/{ours}"] / count).item() == pytest.approx(expected[f"rewards/{theirs}"], rel=1e-9)
+    assert (metrics["pair/accuracy"] / count).item() == pytest.approx(expected["rewards/accuracies"], rel=1e-6)
+
+
+# ---- identities
+
+
+def test_policy_that_is_the_reference_has_log_2():
+    chosen, rejected, *_ = random_inputs(dpo)
+    loss, chosen_gradient, rejected_gradient, metrics = results_of(dpo, [chosen, rejected] * 2, beta=0.3)
+    assert loss.item() == pytest.approx(6 * math.log(2), rel=1e-12)
+    assert chosen_gradient.tolist() == pytest.approx([-0.15] * 6)
+    assert rejected_gradient.tolist() == pytest.approx([0.15] * 6)
+    assert metrics["pair/accuracy"] == 0 and metrics["pair/margin"] == 0
+
+
+def test_equal_scores_have_log_2():
+    scores, _ = random_inputs(reward_model)
+    loss, chosen_gradient, rejected_gradient, _ = results_of(reward_model, (scores, scores))
+    assert loss.item() == pytest.approx(6 * math.log(2), rel=1e-12)
+    assert chosen_gradient.tolist() == [-0.5] * 6 and rejected_gradient.tolist() == [0.5] * 6
+
+
+def test_dpo_is_the_reward_model_of_its_implied_rewards():
+    chosen, rejected, ref_chosen, ref_rejected = inputs = random_inputs(dpo)
+    loss, chosen_gradient, *_ = results_of(dpo, inputs, beta=0.3)
+    expected = results_of(reward_model, (0.3 * (chosen - ref_chosen), 0.3 * (rejected - ref_rejected)))
+    torch.testing.assert_close((loss, chosen_gradient), (expected[0], 0.3 * expected[1]))
+
+
+@each_script
+def test_a_constant_added_to_both_changes_nothing(script):
+    inputs = random_inputs(script)
+    shifted = [inputs[0] + 7, inputs[1] + 7, *inputs[2:]]
+    torch.testing.assert_close(results_of(script, shifted)[:3], results_of(script, inputs)[:3])
+
+
+@each_script
+def test_swapping_the_completions(script):
+    """L(h) - L(-h) = -βh; the gradients of chosen and rejected are opposite."""
+    inputs = random_inputs(script)
+    swapped = [inputs[1], inputs[0], *inputs[2:][::-1]]
+    loss, chosen, rejected, metrics = results_of(script, inputs)
+    other = results_of(script, swapped)
+    torch.testing.assert_close(loss - other[0], -metrics["pair/margin"])
+    torch.testing.assert_close(chosen, -rejected, rtol=0, atol=0)
+    assert metrics["pair/accuracy"] + other[3]["pair/accuracy"] == 6 and 0 < metrics["pair/accuracy"] < 6
+
+
+def test_label_smoothing_mixes_the_two_orders():
+    inputs = random_inputs(dpo)
+    swapped = [inputs[1], inputs[0], inputs[3], inputs[2]]
+    right, wrong, mixed = (
+        results_of(dpo, inputs),
+        results_of(dpo, swapped),
+        results_of(dpo, inputs, label_smoothing=0.2),
+    )
+    torch.testing.assert_close(mixed[0], 0.8 * right[0] + 0.2 * wrong[0])
+    torch.testing.assert_close(mixed[1], 0.8 * right[1] + 0.2 * wrong[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@each_script
+def test_extreme_margins_stay_finite(script, dtype):
+    """A margin of 900, and of -900: the loss is 0, and 900."""
+    inputs = [tensor([900.0, -900.0], dtype), *[tensor([0.0, 0.0], dtype)] * (3 if script is dpo else 1)]
+    settings = {"beta": 1.0} if script is dpo else {}
+    loss, chosen, rejected, _ = results_of(script, inputs, **settings)
+    assert loss.item() == 900 and loss.dtype == dtype
+    assert chosen.tolist() == [0.0, -1.0] and rejected.tolist() == [0.0, 1.0]
+
+
+@each_script
+def test_float32_agrees(script):
+    actual, expected = (results_of(script, random_inputs(script, dtype)) for dtype in (torch.float32, torch.float64))
+    assert actual[0].dtype == actual[1].dtype == torch.float32
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5, check_dtype=False)
+
+
+@each_script
+def test_metrics_are_detached_sums(script):
+    inputs = random_inputs(script)
+    loss, chosen, _, metrics = results_of(script, inputs)
+    parts = [results_of(script, [x[rows] for x in inputs]) for rows in ([0, 1], [2, 3, 4, 5])]
+    torch.testing.assert_close(sum(part[0] for part in parts), loss)
+    torch.testing.assert_close(torch.cat([part[1] for part in parts]), chosen)
+    for key, value in metrics.items():
+        assert value.ndim == 0 and not value.requires_grad
+        torch.testing.assert_close(sum(part[3][key] for part in parts), value)
+
+
+@each_script
+def test_inputs_stay_as_they_are(script):
+    inputs = random_inputs(script)
+    script.preference_loss(*inputs, *((0.1, 0.1) if script is dpo else ()))
+    torch.testing.assert_close(inputs, random_inputs(script), rtol=0, atol=0)
+
+
+# ---- scores
+
+
+def score_inputs(key="chosen_ids", pad_id=PAD_ID, margin=0):
+    """Prompts padded on the left and completions on the right, by at least the margin."""
+    prompts, completions = [[pair[name] for pair in PAIRS] for name in ("prompt_ids", key)]
+    width = max(map(len, prompts)) + margin
+    prompt_ids = torch.tensor([[pad_id] * (width - len(row)) + row for row in prompts])
+    prompt_mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts])
+    return prompt_ids, prompt_mask, *pad_right(completions, max(map(len, completions)) + margin, pad_id)
+
+
+@pytest.mark.parametrize("config", ["llama", "gpt2"])
+def test_scores_do_not_depend_on_padding(config):
+    model = build_scorer(config)
+    with torch.no_grad():
+        expected = reward_model.sequence_scores(model, *score_inputs())
+        alone = [reward_model.sequence_scores(model, *(x[[row]] for x in score_inputs())) for row in range(8)]
+        others = [reward_model.sequence_scores(model, *score_inputs(pad_id=i, margin=m)) for i, m in ((1, 0), (7, 5))]
+        ids, mask, completion_ids, completion_mask = score_inputs()
+        right = ids.gather(1, (1 - mask).argsort(dim=1, stable=True)), mask.sort(1, descending=True).values
+        others.append(reward_model.sequence_scores(model, *right, completion_ids, completion_mask.bool()))
+    assert expected.shape == (8,) and expected.std() > 0.1
+    for scores in (torch.cat(alone), *others):
+        torch.testing.assert_close(scores, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("key", ["chosen_ids", "rejected_ids"])
+@pytest.mark.parametrize("config", ["llama", "gpt2"])
+def test_scores_are_those_of_the_saved_model_in_hugging_face(tmp_path, config, key):
+    """Padded on the right by the id of its config, which also stands inside prompts and completions."""
+    model = build_scorer(config, dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    rows = [pair["prompt_ids"] + pair[key] for pair in PAIRS]
+    assert any(PAD_ID in row for row in rows) and any(1 in row[:-1] for row in rows)
+    assert all(row[-1] != PAD_ID for row in rows)
+    ids, mask = pad_right(rows, max(map(len, rows)) + 2, loaded.config.pad_token_id)
+    with torch.no_grad():
+        theirs = loaded(input_ids=ids, attention_mask=mask).logits.squeeze(1)
+        ours = reward_model.sequence_scores(model, *score_inputs(key))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert ours.std() > 0.1
+
+
+def test_gradient_of_scores_does_not_depend_on_padding():
+    model = build_scorer()
+    weights = torch.randn(8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    gradients = [
+        gradient_of(model, (weights * reward_model.sequence_scores(model, *inputs)).sum())
+        for inputs in (score_inputs(), score_inputs(pad_id=7, margin=4))
+    ]
+    assert relative_error(gradients[1], gradients[0]) < 1e-9
+
+
+# ---- the padding id of a reward model
+
+
+def edit_json(path, **changes):
+    """Change the entries of a json file; None takes one out."""
+    entries = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({key: value for key, value in entries.items() if value is not None}))
+
+
+FOLDERS = {
+    "pad token is the stop token": {
+        "tokenizer_config.json": {"pad_token": "<|end|>"},
+        "config.json": {"pad_token_id": STOP_ID},
+        "generation_config.json": {"pad_token_id": STOP_ID},
+    },
+    "pad id is a further stop id": {"generation_config.json": {"eos_token_id": [STOP_ID, 0]}},
+    "no pad token": {
+        "tokenizer_config.json": {"pad_token": None},
+        "config.json": {"pad_token_id": None},
+        "generation_config.json": {"pad_token_id": None},
+    },
+    "as it is": {},
+}
+
+
+@pytest.fixture(params=FOLDERS)
+def folder(request, tmp_path):
+    """A copy of models/tiny with other padding and stop ids."""
+    shutil.copytree(TINY, tmp_path / "model")
+    for name, changes in FOLDERS[request.param].items():
+        edit_json(tmp_path / "model" / name, **changes)
+    return tmp_path / "model"
+
+
+def test_the_score_is_read_at_the_stop_token_by_us_and_by_hugging_face(folder, tmp_path):
+    torch.manual_seed(0)
+    model, tokenizer = reward_model.load_reward_model(str(folder), "cpu")
+    stop_ids = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+    stop_ids = stop_ids if isinstance(stop_ids, list) else [stop_ids]
+    assert reward_model.find_stop_ids(model, tokenizer) == sorted(stop_ids)
+    assert tokenizer.pad_token_id not in stop_ids
+    assert tokenizer.eos_token_id == STOP_ID
+    prompt_ids = reward_model.encode_prompt(tokenizer, "1+2=", "")
+    reward_model.check_model(model.eval(), prompt_ids, 32, STOP_ID)
+    # Padding, stop and other special ids may be sampled in the middle; the last is a stop token.
+    completions = [[10, STOP_ID], [STOP_ID], [0, tokenizer.pad_token_id, STOP_ID, 12, STOP_ID], [STOP_ID, 0, STOP_ID]]
+    reward_model.save_checkpoint(tmp_path, reward_model.ScoreModel(model), tokenizer)
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "checkpoint", dtype=torch.float32).eval()
+    saved_tokenizer = AutoTokenizer.from_pretrained(tmp_path / "checkpoint")
+    assert loaded.config.pad_token_id == saved_tokenizer.pad_token_id == tokenizer.pad_token_id
+    encoded = [{"input_ids": prompt_ids + ids} for ids in completions]
+    padded = saved_tokenizer.pad(encoded, return_tensors="pt", padding_side="right")
+    alone = [torch.tensor([row["input_ids"]]) for row in encoded]
+    prompts = *reward_model.pad_left([prompt_ids] * 4, tokenizer.pad_token_id, "cpu"), *pad_right(completions, 7)
+    with torch.no_grad():
+        ours = reward_model.sequence_scores(model, *prompts)
+        theirs = loaded(**padded).logits.squeeze(1)
+        at_last = [model.score(model.base_model(ids).last_hidden_state[0, -1]) for ids in alone]
+        before_last = [model.score(model.base_model(ids).last_hidden_state[0, -2]) for ids in alone]
+    torch.testing.assert_close(ours, torch.cat(at_last), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-4)
+    assert (ours - torch.cat(before_last)).abs().min() > 1e-3
+
+
+def test_a_stop_id_as_padding_would_be_told_apart():
+    """Hugging Face would then read the score one token early, and check_model refuses the model."""
+    torch.manual_seed(0)
+    model, tokenizer = reward_model.load_reward_model(str(TINY), "cpu")
+    prompt_ids = reward_model.encode_prompt(tokenizer, "1+2=", "")
+    model.config.pad_token_id = STOP_ID
+    with pytest.raises(SystemExit, match="reads the score"):
+        reward_model.check_model(model.eval(), prompt_ids, 32, STOP_ID)
+
+
+def test_a_tokenizer_without_spare_special_token_gets_a_new_one(tmp_path):
+    """And the model an embedding for it."""
+    tokenizer = word_tokenizer(None)
+    tokenizer.add_special_tokens({"eos_token": "<eos>"})
+    tokenizer.bos_token = tokenizer.unk_token = None
+    tokenizer.save_pretrained(tmp_path)
+    config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    config.vocab_size, config.eos_token_id, config.bos_token_id = len(tokenizer), tokenizer.eos_token_id, None
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    model, loaded = reward_model.load_reward_model(str(tmp_path), "cpu")
+    assert loaded.pad_token_id == len(tokenizer) == model.config.pad_token_id
+    assert model.get_input_embeddings().num_embeddings == len(tokenizer) + 1
+    reward_model.check_model(model.eval(), [3, 4], 32, loaded.eos_token_id)
+
+
+# ---- gradients that are accumulated
+
+
+def collate(script, order=range(8), margin=0):
+    """A batch of the pairs in this order, with columns of nothing but garbage on the outside."""
+    batch = script.collate_pairs([PAIRS[i] for i in order], PAD_ID, "cpu")
+    if margin:
+        for key in ("prompt_ids", "prompt_mask"):
+            filling = torch.full((8, margin), 0 if "mask" in key else 7)
+            batch[key] = torch.cat([filling, batch[key]], 1)
+        for key in ("chosen_ids", "chosen_mask", "rejected_ids", "rejected_mask"):
+            filling = torch.full((8, margin), 0 if "mask" in key else 7)
+            batch[key] = torch.cat([batch[key], filling], 1)
+    return batch
+
+
+# Exact in float32, which accumulate_gradients makes of them.
+REFERENCES = [{"ref_chosen": -9.0 + 0.5 * i, "ref_rejected": -6.0 - 0.75 * i} for i in range(8)]
+
+
+def accumulate(script, policy, order=range(8), budget=10_000, margin=0):
+    """Gradient and metrics of one optimizer step over the pairs in this order."""
+    policy.zero_grad()
+    batch, args = collate(script, order, margin), script.Args(microbatch_tokens=budget)
+    if script is dpo:
+        pairs = [PAIRS[i] | REFERENCES[i] for i in order]
+        totals = dpo.accumulate_gradients(policy, batch, pairs, 8, args)
+    else:
+        totals, _ = reward_model.accumulate_gradients(policy, batch, 8, args)
+    return torch.cat([parameter.grad.flatten() for parameter in policy.parameters()]), totals
+
+
+@pytest.fixture(scope="module")
+def policies():
+    return {
+        reward_model: reward_model.ScoreModel(build_scorer()).train(),
+        dpo: dpo.LogprobModel(build_model("llama")).train(),
+    }
+
+
+@pytest.fixture(scope="module")
+def wholes(policies):
+    """Gradient and metrics of all pairs in one microbatch."""
+    return {script: accumulate(script, policy) for script, policy in policies.items()}
+
+
+@each_script
+def test_accumulated_gradient_is_that_of_the_mean_loss(script, policies, wholes):
+    model, batch, inputs = policies[script].model, collate(script), []
+    for key in KINDS:
+        arguments = batch["prompt_ids"], batch["prompt_mask"], batch[f"{key}_ids"], batch[f"{key}_mask"]
+        if script is dpo:
+            inputs.append(dpo.token_logprobs(model, *arguments, 1.0)[0].sum(1))
+        else:
+            inputs.append(reward_model.sequence_scores(model, *arguments))
+    if script is dpo:
+        inputs += [tensor([pair[key] for pair in REFERENCES]) for key in ("ref_chosen", "ref_rejected")]
+        inputs += [0.1, 0.0]
+    loss, metrics = script.preference_loss(*inputs)
+    assert relative_error(wholes[script][0], gradient_of(model, loss / 8)) < 1e-9
+    torch.testing.assert_close(wholes[script][1], metrics, rtol=1e-9, atol=1e-12)
+    assert 0 < metrics["pair/accuracy"] < 8
+
+
+@pytest.mark.parametrize("budget, count", [(1, 8), (36, 5), (80, 2)])
+@each_script
+def test_microbatches_change_neither_gradient_nor_metrics(script, policies, wholes, budget, count):
+    assert len(script.microbatches(collate(script)["lengths"], budget)) == count
+    gradient, metrics = accumulate(script, policies[script], budget=budget)
+    assert relative_error(gradient, wholes[script][0]) < 1e-9
+    torch.testing.assert_close(metrics, wholes[script][1], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("changes", [{"order": [5, 2, 7, 0, 3, 6, 1, 4], "budget": 36}, {"margin": 3}])
+@each_script
+def test_order_and_padding_do_not_matter(script, policies, wholes, changes):
+    gradient, metrics = accumulate(script, policies[script], **changes)
+    assert relative_error(gradient, wholes[script][0]) < 1e-9
+    torch.testing.assert_close(metrics, wholes[script][1], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("budget", [1, 36, 10_000])
+def test_margins_of_pairs_are_in_their_order(policies, budget):
+    """With and without gradients."""
+    policy, args = policies[reward_model], reward_model.Args(microbatch_tokens=budget)
+    with torch.no_grad():
+        chosen, rejected = (reward_model.sequence_scores(policy.model, *score_inputs(f"{key}_ids")) for key in KINDS)
+        _, margins = reward_model.accumulate_gradients(policy, collate(reward_model), 8, args)
+    _, others = reward_model.accumulate_gradients(policy, collate(reward_model), 8, args)
+    assert torch.equal(margins, others) and not others.requires_grad
+    torch.testing.assert_close(margins, chosen - rejected, rtol=1e-5, atol=1e-6, check_dtype=False)
+
+
+@pytest.mark.parametrize("budget", [1, 36, 10_000])
+def test_references_are_sums_of_token_logprobs(tmp_path, budget):
+    """And the pairs of a run to be resumed get them from its file, by whatever policy."""
+    policy, path = dpo.LogprobModel(build_reference()), tmp_path / "reference.json"
+    args, pairs = dpo.Args(microbatch_tokens=budget), [dict(pair) for pair in PAIRS]
+    dpo.add_reference(policy, pairs, path, 0, PAD_ID, args, 0, 1)
+    for key in KINDS:
+        with torch.no_grad():
+            logprobs, _ = dpo.token_logprobs(policy.model, *score_inputs(f"{key}_ids"), 1.0)
+        torch.testing.assert_close(tensor([pair[f"ref_{key}"] for pair in pairs]), logprobs.sum(1), rtol=1e-9, atol=0)
+    resumed = [dict(pair) for pair in PAIRS]
+    dpo.add_reference(dpo.LogprobModel(build_model("llama")), resumed, path, 3, PAD_ID, args, 0, 1)
+    assert resumed == pairs
+
+
+def test_references_of_more_pairs_than_are_read_at_once(tmp_path, monkeypatch):
+    """Pairs are read 1024 at a time."""
+    pairs = [
+        {"prompt_ids": [2], "chosen_ids": [i % 11, 1], "rejected_ids": [i // 11 % 11, i % 7, 1]} for i in range(1030)
+    ]
+    read = []
+    collate_pairs = dpo.collate_pairs
+    monkeypatch.setattr(dpo, "collate_pairs", lambda rows, *rest: read.append(len(rows)) or collate_pairs(rows, *rest))
+    policy, args = dpo.LogprobModel(build_reference()), dpo.Args(microbatch_tokens=2048)
+    dpo.add_reference(policy, pairs, tmp_path / "reference.json", 0, PAD_ID, args, 0, 1)
+    assert read == [1024, 6]
+    some = [dict(pairs[i]) for i in (0, 1023, 1024, 1029)]
+    dpo.add_reference(policy, some, tmp_path / "some.json", 0, PAD_ID, args, 0, 1)
+    for expected, i in zip(some, (0, 1023, 1024, 1029)):
+        for key in ("ref_chosen", "ref_rejected"):
+            assert pairs[i][key] == pytest.approx(expected[key], rel=1e-9)
+
+
+def test_first_loss_of_dpo_is_log_2(tmp_path):
+    """The reference goes through a file and float32."""
+    policy, pairs = dpo.LogprobModel(build_model("llama", dtype=torch.float32)).train(), [dict(pair) for pair in PAIRS]
+    args = dpo.Args(microbatch_tokens=36)
+    dpo.add_reference(policy, pairs, tmp_path / "reference.json", 0, PAD_ID, args, 0, 1)
+    metrics = dpo.accumulate_gradients(policy, collate(dpo), pairs, 8, args)
+    assert metrics["pair/margin"] == 0 and metrics["loss/preference"].item() == pytest.approx(8 * math.log(2), rel=1e-6)
+
+
+# ---- two processes
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What preference_ranks.py finds on each of two ranks."""
+    folder, tests = tmp_path_factory.mktemp("preference_ranks"), Path(__file__).parent
+    path = os.pathsep.join([str(tests), str(tests.parent)])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, str(tests / "preference_ranks.py"), str(folder)]
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    try:
+        _, errors = process.communicate(timeout=120)
+    finally:
+        process.terminate()  # where the ranks wait for each other: torchrun then ends them
+    assert process.returncode == 0, errors[-3000:]
+    return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The same in this one process."""
+    return preference_ranks.run(tmp_path_factory.mktemp("alone"))
+
+
+def test_ranks_differ_in_widths_and_microbatches():
+    batches = [reward_model.collate_pairs([PAIRS[i] for i in share], PAD_ID, "cpu") for share in SHARES]
+    assert batches[0]["prompt_ids"].shape[1] != batches[1]["prompt_ids"].shape[1]
+    counts = [len(reward_model.microbatches(batch["lengths"], BUDGET)) for batch in batches]
+    assert counts[0] != counts[1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_ranks_have_the_gradient_and_metrics_of_one(results, alone, name):
+    for rank in results:
+        assert relative_error(rank[name]["gradient"], alone[name]["gradient"]) < 1e-9
+        assert rank[name]["metrics"] == pytest.approx(alone[name]["metrics"], rel=1e-9)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "dpo" in name])
+def test_two_ranks_find_the_references_of_one(results, alone, name):
+    for rank in results:
+        torch.testing.assert_close(rank[name]["references"], alone[name]["references"], rtol=1e-9, atol=0)
+
+
+def test_two_ranks_whiten_and_look_up_as_one(results, alone):
+    """Log-probabilities, values and whitened advantages of each rank's rows."""
+    for rank, share in zip(results, SHARES):
+        found = rank["ppo_rlhf"]["tokens"]
+        expected = alone["ppo_rlhf"]["tokens"][:, share, : found.shape[2]]
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
