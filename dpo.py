@@ -612,7 +612,7 @@ def add_reference(policy, pairs, path, last_step, pad_id, args, rank, world_size
     """
     if last_step <= 0:
         found = torch.zeros(2, len(pairs), dtype=torch.float64)
-        for first in range(0, len(pairs), 1024):
+        for first in tqdm(range(0, len(pairs), 1024), path.stem, unit="x1024", leave=False, disable=rank > 0):
             own = list(range(first, min(first + 1024, len(pairs))))[rank::world_size]
             batch = collate_pairs([pairs[i] for i in own] or pairs[:1], pad_id, policy.model.device)
             for index in microbatches(batch["lengths"][: len(own)], args.microbatch_tokens):

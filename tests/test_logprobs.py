@@ -16,6 +16,8 @@ from transformers import (
 )
 
 import grpo
+import ppo_rlhf
+import reward_model
 
 ORACLE = Path(__file__).parent / "oracle"
 INPUTS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
@@ -254,6 +256,15 @@ def test_dropout_is_off_in_train_mode(saved_gpt2):
     policy = grpo.LogprobModel(model).train()
     batch = make_batch(model)
     first, second = (policy(*(batch[key] for key in INPUTS), 0.7)[0] for _ in range(2))
+    assert policy.model.training and torch.equal(first, second)
+
+
+@pytest.mark.parametrize("script", [reward_model, ppo_rlhf])
+def test_dropout_of_a_reward_model_is_off_in_train_mode(script, saved_gpt2):
+    model, tokenizer = script.load_reward_model(saved_gpt2[0], torch.device("cpu"))
+    policy = script.ScoreModel(model).train()
+    ids = torch.tensor([tokenizer.encode("12+34=")])
+    first, second = (policy(ids, ids >= 0, ids, ids >= 0) for _ in range(2))
     assert policy.model.training and torch.equal(first, second)
 
 
