@@ -23,8 +23,11 @@ Compared with grpo.py
 - The KL penalty is in the reward (k1, no gradient through it); the loss is a mean over tokens.
 
 Departures from the papers
-- No entropy bonus and no pretraining loss (PPO-ptx); constant learning rates after the warm-up.
+- No entropy bonus and no pretraining loss (PPO-ptx); no weight of the value loss, which has a model, a learning rate
+  and a gradient norm of its own.
+- Learning rates stay constant after the warm-up; those of Huang et al. fall to 0.
 - The score belongs to the last token of a completion; the code of Huang et al. puts it one position later.
+- A completion without stop token loses a penalty from its score; Huang et al. set its score to -1.
 
     python ppo_rlhf.py
     python ppo_rlhf.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset Anthropic/hh-rlhf --reward-model runs/.../checkpoint

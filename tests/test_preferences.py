@@ -409,7 +409,8 @@ REFERENCES = [{"ref_chosen": -9.0 + 0.5 * i, "ref_rejected": -6.0 - 0.75 * i} fo
 def accumulate(script, policy, order=range(8), budget=10_000, margin=0):
     """Gradient and metrics of one optimizer step over the pairs in this order."""
     policy.zero_grad()
-    batch, args = collate(script, order, margin), script.Args(microbatch_tokens=budget)
+    batch = collate(script, order, margin)
+    args = script.Args(microbatch_tokens=budget, **({"beta": 0.1} if script is dpo else {}))
     if script is dpo:
         pairs = [PAIRS[i] | REFERENCES[i] for i in order]
         totals = dpo.accumulate_gradients(policy, batch, pairs, 8, args)
@@ -515,7 +516,7 @@ def test_references_of_more_pairs_than_are_read_at_once(tmp_path, monkeypatch):
 def test_first_loss_of_dpo_is_log_2(tmp_path):
     """The reference goes through a file and float32."""
     policy, pairs = dpo.LogprobModel(build_model("llama", dtype=torch.float32)).train(), [dict(pair) for pair in PAIRS]
-    args = dpo.Args(microbatch_tokens=36)
+    args = dpo.Args(microbatch_tokens=36, beta=0.1)
     dpo.add_reference(policy, pairs, tmp_path / "reference.json", 0, PAD_ID, args, 0, 1)
     metrics = dpo.accumulate_gradients(policy, collate(dpo), pairs, 8, args)
     assert metrics["pair/margin"] == 0 and metrics["loss/preference"].item() == pytest.approx(8 * math.log(2), rel=1e-6)
