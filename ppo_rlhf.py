@@ -1299,7 +1299,8 @@ def main(args):
             sample["scores"] = batch["scores"][:1].tolist()
             append_line(run_dir / "samples.jsonl", {"step": step, **sample})
             if step == 1 or step % args.eval_every == 0:
-                print_group(step, sample["prompt"], texts[:4], batch["scores"][:4].tolist())
+                for prompt, text, score in zip(picked[:3], texts, batch["scores"].tolist()):
+                    print_group(step, prompt["prompt"], [text], [score])
             progress.set_postfix(
                 score=f"{metrics['score/mean']:.2f}", length=f"{metrics['rollout/length_mean']:.0f}", refresh=False
             )

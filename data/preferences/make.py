@@ -5,7 +5,7 @@
 train.jsonl   4,096 rows {prompt, chosen, rejected, kind}
 test.jsonl      512 rows of the same form
 Completions are sampled from models/tiny, 16 for each of 8,192 fresh prompts: none is in data/addition, and none in both
-files. The temperature is 1.5, at which 1 sample in 9 shows wrong work; at 1 it is 1 in 60. Of a file are, as (chosen,
+files. The temperature is 1.5, at which 1 sample in 9 shows wrong work; at 1 it is 1 in 65. Of a file are, as (chosen,
 rejected),
 
     right work, wrong work     20 %   both show work, and only reading it tells them apart
