@@ -80,7 +80,7 @@ DEFAULTS = {
     "warmup_steps": (8, 150),
     "minibatch_size": (64, 64),
     "microbatch_tokens": (2048, 16384),
-    "eval_every": (8, 100),
+    "eval_every": (32, 100),
     "eval_prompts": (512, 512),
     "save_every": (32, 100),
 }
@@ -120,7 +120,7 @@ class Args:
 
     # evaluation, saving, logging
     eval_every: int | None = None
-    """steps between evaluations on held-out pairs and prompts (embedded: 8; real: 100)"""
+    """steps between evaluations on held-out pairs and prompts (embedded: 32; real: 100)"""
     eval_prompts: int | None = None
     """held-out pairs, and prompts with answers, per evaluation (embedded: 512; real: 512)"""
     temperature: float = 1.0
