@@ -454,7 +454,7 @@ def load_model(name, device):
 
 def load_reward_model(name, device):
     """Load a reward model, or a causal language model with a new scalar head, in float32 and without dropout, and its
-    tokenizer. Both get a padding id that is no stop token, see above.
+    tokenizer. Both get a padding id that is no stop token: Hugging Face looks for the last id that is not padding.
     """
     transformers.logging.set_verbosity_error()  # that the head is new is known
     transformers.logging.disable_progress_bar()
@@ -703,6 +703,17 @@ def check_model(model, prompt_ids, max_length):
         same = False
     if not same:
         raise SystemExit("the key-value cache of this model cannot drop finished rows, which generate() needs")
+
+
+def check_reward_model(reward_model, scorer_tokenizer, tokenizer, args):
+    """Exit if the reward model has never been trained as one, or reads other tokens than the policy writes."""
+    architectures = reward_model.config.architectures or ()
+    if args.reward_model != "none" and not any("SequenceClassification" in name for name in architectures):
+        how = f"python reward_model.py --model {args.reward_model} --dataset PAIRS makes a reward model of it"
+        raise SystemExit(f"--reward-model {args.reward_model}: a language model that gives no scores; {how}")
+    scorer_ids = scorer_tokenizer.get_vocab()
+    if any(scorer_ids.get(token) != index for token, index in tokenizer.get_vocab().items()):
+        raise SystemExit(f"--reward-model {args.reward_model}: its tokenizer is not that of {args.model}")
 
 
 def microbatches(lengths, max_tokens):
@@ -1180,9 +1191,7 @@ def main(args):
     value_model, scorer_tokenizer = load_reward_model(
         args.model if args.reward_model == "none" else args.reward_model, device
     )
-    scorer_ids = scorer_tokenizer.get_vocab()
-    if any(scorer_ids.get(token) != index for token, index in tokenizer.get_vocab().items()):
-        raise SystemExit(f"--reward-model {args.reward_model}: its tokenizer is not that of {args.model}")
+    check_reward_model(value_model, scorer_tokenizer, tokenizer, args)
     if args.gradient_checkpointing:
         for trained in (model, value_model):
             trained.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

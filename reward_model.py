@@ -5,7 +5,7 @@ https://arxiv.org/abs/2203.02155v1, equation 1, with one pair per prompt.
 
     L(θ) = −E log σ(r_θ(x, y_w) − r_θ(x, y_l))
 
-    x, y_w, y_l   prompt, and the completions that was preferred (chosen) and that was not (rejected)
+    x, y_w, y_l   prompt, and the completion that was preferred (chosen) and the one that was not (rejected)
     r_θ(x, y)     the score: the scalar head at the last token of the completion, which is always a stop token
 
 That token is found by length, never by its id. The checkpoint's pad_token_id differs from every stop token, so that
@@ -281,7 +281,7 @@ def collate_pairs(pairs, pad_id, device):
 
 def load_reward_model(name, device):
     """Load a reward model, or a causal language model with a new scalar head, in float32 and without dropout, and its
-    tokenizer. Both get a padding id that is no stop token, see above.
+    tokenizer. Both get a padding id that is no stop token: Hugging Face looks for the last id that is not padding.
     """
     transformers.logging.set_verbosity_error()  # that the head is new is known
     transformers.logging.disable_progress_bar()

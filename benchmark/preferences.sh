@@ -1,7 +1,7 @@
 #!/bin/sh
 # The default runs of dpo.py and ppo_rlhf.py over seeds 1 to 5; DPO with a small beta; PPO for longer, with and without KL.
 #
-#     sh benchmark/preferences.sh [FOLDER]        (default: runs/preferences; about half an hour on two cores)
+#     sh benchmark/preferences.sh [FOLDER]        (default: runs/preferences; about 40 minutes on two cores)
 #
 # Two runs at a time with one thread each; then plot_preferences.py writes benchmark/results/preferences_*.csv and *.png.
 set -e

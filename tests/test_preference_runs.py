@@ -186,8 +186,9 @@ def test_scores_are_normalised_on_samples_of_the_initial_model(ppo_run):
 
 
 def test_without_a_reward_model_the_reward_of_reward_fn_is_the_score(tmp_path, monkeypatch, pairs):
-    asked = []
+    asked, printed = [], []
     monkeypatch.setattr(ppo_rlhf, "reward_fn", lambda text, answer: asked.append((text, answer)) or len(text) / 10)
+    monkeypatch.setattr(ppo_rlhf, "print_group", lambda *group: printed.append(group))
     run = tmp_path / "run"
     ppo_rlhf.main(small_args(ppo_rlhf, run, pairs, "none", num_steps=1, eval_prompts=0, missing_stop_penalty=0.0))
     line, sample = logged(run)[1], logged(run, "samples.jsonl")[0]
@@ -195,6 +196,10 @@ def test_without_a_reward_model_the_reward_of_reward_fn_is_the_score(tmp_path, m
     assert line["score/mean"] == pytest.approx(line["reward/mean"]) and line["reward/mean"] > 0
     assert sample["rewards"] == sample["scores"] == [pytest.approx(len(sample["completions"][0]) / 10)]
     assert line["optim/grad_norm"] > 0
+    assert len({prompt for _, prompt, *_ in printed}) == 3
+    for (text, answer), (_, prompt, texts, scores) in zip(asked, printed):
+        assert sum(map(int, prompt.removesuffix("=").split("+"))) == int(answer)  # printed under its own prompt
+        assert texts == [text] and scores == [pytest.approx(len(text) / 10)]
     assert not (run / "normalization.json").exists()
 
 
@@ -364,6 +369,7 @@ def test_a_reward_model_with_another_tokenizer_is_refused(tmp_path, monkeypatch,
 
 
 BAD_SETTINGS = [
+    (ppo_rlhf, {"reward_model": str(TINY)}, "models/tiny: a language model that gives no scores; .* reward_model.py"),
     (dpo, {"label_smoothing": 0.5}, "--label-smoothing 0.5"),
     (dpo, {"label_smoothing": -0.1}, "--label-smoothing -0.1"),
     (dpo, {"beta": 0.0}, "--beta 0.0: must be positive"),
