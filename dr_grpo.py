@@ -36,7 +36,7 @@ import signal
 import sys
 import time
 import warnings
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from datetime import timedelta
 from fractions import Fraction
 from pathlib import Path
@@ -49,59 +49,41 @@ import tyro
 import wandb
 from datasets import disable_progress_bars, get_dataset_config_names, load_dataset
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-HERE = Path(__file__).resolve().parent
-MODEL, DATASET = str(HERE / "models" / "tiny"), str(HERE / "data" / "addition")
-EVAL_SAMPLES = 4  # completions per held-out prompt, for pass@1, pass@2 and pass@4
 
-# What depends on the model: (embedded model, real model).
-DEFAULTS = {
-    "system_prompt": ("", "Reason step by step, and put your final answer within \\boxed{}."),
-    "num_steps": (40, 200),
-    "prompts_per_step": (16, 64),
-    "max_prompt_length": (32, 512),
-    "max_completion_length": (48, 1024),
-    "learning_rate": (1.5e-4, 1e-6),
-    "warmup_steps": (8, 0),
-    "minibatch_size": (64, 256),
-    "microbatch_tokens": (1024, 16384),
-    "eval_every": (20, 20),
-    "eval_prompts": (512, 256),
-    "save_every": (20, 20),
-}
+def by_model(embedded, real):
+    """The default of a setting that depends on the model; resolve_args fills it in."""
+    return field(default=None, metadata={"embedded": embedded, "real": real})
 
 
 @dataclass
 class Args:
+    """GRPO without its biases (Dr. GRPO) on a language model."""
+
     # model and data
     model: str | None = None
     """folder or hub name of a causal language model (default: the embedded models/tiny)"""
     dataset: str | None = None
     """json, jsonl, csv or parquet file, folder, or hub name as in openai/gsm8k:main (default: data/addition)"""
-    system_prompt: str | None = None
+    system_prompt: str | None = by_model("", "Reason step by step, and put your final answer within \\boxed{}.")
     """system message put before every prompt (embedded: none; real: asks for steps and a boxed answer)"""
-    max_prompt_length: int | None = None
+    max_prompt_length: int | None = by_model(32, 512)
     """tokens; longer prompts are dropped and counted (embedded: 32; real: 512)"""
 
     # rollout
-    num_steps: int | None = None
+    num_steps: int | None = by_model(40, 200)
     """rollouts; with --resume, the new total (embedded: 40; real: 200)"""
-    prompts_per_step: int | None = None
+    prompts_per_step: int | None = by_model(16, 64)
     """prompts per rollout, over all ranks (embedded: 16; real: 64)"""
     group_size: int = 8
     """completions per prompt, G in the paper"""
-    max_completion_length: int | None = None
+    max_completion_length: int | None = by_model(48, 1024)
     """tokens, the stop token included; L in the paper, which has 3000 (embedded: 48; real: 1024)"""
     temperature: float = 1.0
     """sampling temperature; log-probabilities are those of this temperature too"""
@@ -109,13 +91,13 @@ class Args:
     """most completions decoded at once per rank (0: all)"""
 
     # optimization
-    learning_rate: float | None = None
+    learning_rate: float | None = by_model(1.5e-4, 1e-6)
     """of AdamW (embedded: 1.5e-4; real: 1e-6, as the paper)"""
-    warmup_steps: int | None = None
+    warmup_steps: int | None = by_model(8, 0)
     """optimizer steps over which the learning rate rises from 0 (embedded: 8; real: 0)"""
-    minibatch_size: int | None = None
+    minibatch_size: int | None = by_model(64, 256)
     """completions per optimizer step, over all ranks (embedded: 64; real: 256)"""
-    microbatch_tokens: int | None = None
+    microbatch_tokens: int | None = by_model(1024, 16384)
     """most padded tokens per forward and backward pass; changes speed and memory only (embedded: 1024; real: 16384)"""
     update_epochs: int = 1
     """passes over each rollout"""
@@ -125,11 +107,11 @@ class Args:
     """recompute activations in the backward pass: less memory, about a third more time"""
 
     # evaluation, saving, logging
-    eval_every: int | None = None
+    eval_every: int | None = by_model(20, 20)
     """steps between evaluations on held-out prompts (embedded: 20; real: 20)"""
-    eval_prompts: int | None = None
+    eval_prompts: int | None = by_model(512, 256)
     """held-out prompts per evaluation (embedded: 512; real: 256)"""
-    save_every: int | None = None
+    save_every: int | None = by_model(20, 20)
     """steps between saves (embedded: 20; real: 20)"""
     run_dir: str | None = None
     """new folder of this run (default: runs/SCRIPT__SEED__TIME)"""
@@ -147,7 +129,13 @@ class Args:
     """epsilon (0.2 in table 6)"""
 
 
-# ---- the algorithm
+def reward_fn(completion, answer):
+    """Return 1.0 if the completion's final answer equals the answer (plain, or as in GSM8K after ####), else 0.0.
+
+    Edit this function, or assign another one to the module, to train on a reward of your own.
+    """
+    given, gold = extract_answer(completion), parse_answer(extract_answer(answer) or answer)
+    return float(given is not None and gold is not None and parse_answer(given) == gold)
 
 
 def compute_advantages(rewards, group_size):
@@ -185,50 +173,201 @@ def policy_loss(logprobs, old_logprobs, advantages, completion_mask, clip_eps, m
     return loss, metrics
 
 
-# ---- the task: prompts and rewards
-
-
-def load_splits(dataset, num_held_out):
-    """Return (training rows, held-out rows): the test or validation split, else the last num_held_out rows."""
-    disable_progress_bars()
-    kinds = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
-    path = Path(dataset)
-    name, _, config = (dataset, "", "") if path.exists() else dataset.partition(":")
-    try:
-        if path.is_file():
-            splits = load_dataset(kinds.get(path.suffix, "json"), data_files=dataset)
-        else:
-            configs = get_dataset_config_names(name)
-            usual = configs if len(configs) == 1 else [c for c in ("main", "default") if c in configs]
-            config = config or (usual[0] if usual else "")
-            if config not in configs:
-                raise ValueError(f"choose one of its configs, as in {name}:{configs[0]}; it has {', '.join(configs)}")
-            splits = load_dataset(name, config)
-    except Exception as error:  # whatever the dirt of a file or the hub brings up, the user needs the one line
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise SystemExit(f"--dataset {dataset}: cannot be loaded: {reason}") from None
-    train = splits.get("train", [])
-    held_out = next((splits[split] for split in ("test", "validation") if split in splits), None)
-    if held_out is None and len(train) > num_held_out:
-        held_out = train.select(list(range(len(train) - num_held_out, len(train))))
-        train = train.select(range(len(train) - num_held_out))
-    if held_out is None or len(train) == 0:
-        raise SystemExit(
-            f"--dataset {dataset}: {len(train)} training rows, and splits {', '.join(splits)}: too few, with "
-            f"--eval-prompts {num_held_out} to hold out where there is no test split"
+def accumulate_gradients(policy, batch, rows, divisor, on_policy, args):
+    """Add the gradients of policy_loss over these rows of every rank, divided by divisor; return summed metrics."""
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    totals = {}
+    for part in microbatches(batch, rows, args.microbatch_tokens):
+        logprobs, entropies = policy(
+            part["prompt_ids"], part["prompt_mask"], part["completion_ids"], part["completion_mask"], args.temperature
         )
-    return train, held_out.select(range(min(num_held_out, len(held_out))))
+        loss, metrics = policy_loss(
+            logprobs,
+            logprobs.detach() if on_policy else part["old_logprobs"],
+            part["advantages"],
+            part["completion_mask"],
+            args.clip_eps,
+            args.max_completion_length,
+        )
+        (loss * (world_size / divisor)).backward()  # times world_size: FSDP averages gradients over ranks
+        metrics["policy/entropy"] = entropies.sum().detach()
+        metrics["num_tokens"] = part["completion_mask"].sum()
+        add_metrics(totals, metrics)
+    return totals
 
 
-def encode_prompt(tokenizer, prompt, system_prompt):
-    """Return the token ids of a prompt (a string or a list of chat messages), up to where the completion begins."""
-    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-    if system_prompt and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": system_prompt}, *messages]
-    if tokenizer.chat_template is None:
-        return tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]
-    encoding = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
-    return encoding["input_ids"]
+def main(args):
+    rank, world_size, device = init_ranks()
+    args = resolve_args(args)
+    check_args(args, world_size)
+    if args.group_size < 2:
+        raise SystemExit(f"--group-size {args.group_size}: must be at least 2, one completion alone has advantage 0")
+    model, tokenizer = load_model(args.model, device)
+    train_prompts, eval_prompts, report = load_prompts(
+        args.dataset, tokenizer, args.system_prompt, args.max_prompt_length, args.eval_prompts
+    )
+    stop_ids = find_stop_ids(model, tokenizer)
+    check_model(model, train_prompts[0]["prompt_ids"], args.max_prompt_length + args.max_completion_length)
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    sampler = make_sampler(model, device)
+    policy = shard(LogprobModel(model).train(), device)
+    optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    last_step = open_run(args, policy, optimizer, tokenizer, report)
+    stop_signals = catch_signals()
+    progress = tqdm(
+        total=args.num_steps, initial=max(0, last_step), desc=Path(__file__).stem, unit="step", disable=rank > 0
+    )
+    minibatches_per_epoch = args.prompts_per_step * args.group_size // args.minibatch_size
+    sync_sampler(policy, sampler)
+
+    for step in range(last_step + 1, args.num_steps + 1):  # step 0 only evaluates
+        torch.manual_seed((args.seed * 1_000_003 + step) * 1_000_003 + rank)
+        metrics, group, clock = {}, None, {"start": time.perf_counter()}
+        if step > 0:
+            # rollout: sample completions, score them, compare each with its group
+            prompts = pick_rows(train_prompts, (step - 1) * args.prompts_per_step, args.prompts_per_step, args.seed)
+            prompts = prompts[rank::world_size]
+            batch, texts = rollout(sampler, tokenizer, prompts, args.group_size, args.temperature, stop_ids, args)
+            rewards = torch.where(batch["truncated"], 0.0, batch["rewards"])
+            batch["advantages"] = compute_advantages(rewards, args.group_size)
+            clock["rollout"] = time.perf_counter()
+
+            # log-probabilities before the update, of those rows that will be needed: the first minibatch is on policy
+            orders = [torch.randperm(len(texts), device=device) for _ in range(args.update_epochs)]
+            minibatches = [rows for order in orders for rows in order.tensor_split(minibatches_per_epoch)]
+            # Rows of zero advantage have no policy gradient; they still count in the divisor.
+            live = batch["advantages"] != 0  # (B,)
+            later_rows = orders[0][len(minibatches[0]) if args.update_epochs == 1 else 0 :]
+            later_rows = later_rows[live[later_rows]]
+            batch["old_logprobs"] = lookup_logprobs(policy, batch, later_rows, args.microbatch_tokens, args.temperature)
+            clock["logprob"] = time.perf_counter()
+
+            # update: one optimizer step per minibatch
+            totals, divisors, grad_norms = {}, [], []
+            for update, rows in enumerate(minibatches):
+                divisors.append(args.minibatch_size)  # a mean over completions
+                rows = rows[live[rows]]
+                optimizer.zero_grad()
+                add_metrics(totals, accumulate_gradients(policy, batch, rows, divisors[-1], update == 0, args))
+                optimizer_step = (step - 1) * len(minibatches) + update + 1
+                learning_rate = args.learning_rate * min(1.0, optimizer_step / max(1, args.warmup_steps))
+                grad_norms.append(step_optimizer(policy, optimizer, learning_rate, args.max_grad_norm))
+                check_finite(step, grad_norms[-1], args.run_dir)
+            sync_sampler(policy, sampler)
+            clock["update"] = time.perf_counter()
+
+            # metrics of the whole step over all ranks, and its first group
+            metrics = step_metrics(totals | rollout_metrics(batch, args.group_size), sum(divisors), clock)
+            metrics |= {"optim/grad_norm": sum(grad_norms) / len(grad_norms), "optim/learning_rate": learning_rate}
+            group = first_group(prompts, texts, batch["rewards"], args.group_size)
+
+        # evaluation, logs, saving
+        if eval_prompts and (step % args.eval_every == 0 or step == args.num_steps):
+            metrics |= evaluate(sampler, tokenizer, eval_prompts, stop_ids, args, rank, world_size)
+        if rank == 0:
+            log_step(args, step, metrics, group, progress)
+        stopping = all_reduce(len(stop_signals)) > 0
+        if step > 0 and (stopping or step == args.num_steps or step % args.save_every == 0):
+            save(args.run_dir, policy, optimizer, tokenizer, step)
+        if stopping:
+            break
+
+    progress.close()
+    wandb.finish()
+    if rank == 0:
+        print_summary(args)
+
+
+# ---- below: plumbing, byte-identical in every script that has it, in the order in which main calls it
+
+HERE = Path(__file__).resolve().parent
+MODEL, DATASET = str(HERE / "models" / "tiny"), str(HERE / "data" / "addition")
+DEFAULTS = {field.name: tuple(field.metadata.values()) for field in fields(Args) if field.metadata}
+EVAL_SAMPLES = 4  # completions per held-out prompt, for pass@1, pass@2 and pass@4
+
+
+def init_ranks():
+    """Join the processes that torchrun started, if it did; return rank, world size and device."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    if dist.is_torchelastic_launched() and not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=2))
+    return (dist.get_rank(), dist.get_world_size(), device) if dist.is_initialized() else (0, 1, device)
+
+
+def resolve_args(args):
+    """Return the settings of the run to resume, else args with the defaults of its model filled in."""
+    names = [field.name for field in fields(Args)]
+    if args.resume:
+        changed = [f.name for f in fields(Args) if getattr(args, f.name) != f.default]
+        changed = [name for name in changed if name not in ("resume", "num_steps")]
+        path = Path(args.resume) / "args.json"
+        if changed:
+            flags = ", ".join("--" + name.replace("_", "-") for name in changed)
+            raise SystemExit(f"--resume takes its settings from {path}: drop {flags}; only --num-steps may be given")
+        if not path.is_file():
+            raise SystemExit(f"--resume {args.resume}: not the folder of a run, it has no args.json")
+        saved = json.loads(path.read_text())
+        if sorted(saved) != sorted(names):
+            raise SystemExit(f"--resume {args.resume}: a run of another script or version")
+        num_steps = saved["num_steps"] if args.num_steps is None else args.num_steps
+        return Args(**{**saved, "resume": args.resume, "run_dir": args.resume, "num_steps": num_steps})
+    values = {name: getattr(args, name) for name in names}
+    for name, defaults in DEFAULTS.items():
+        values[name] = defaults[not is_embedded(args.model)] if values[name] is None else values[name]
+    values |= {"model": args.model or MODEL, "dataset": args.dataset or DATASET}
+    run_dir = [args.run_dir or f"runs/{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"]
+    if dist.is_initialized():
+        dist.broadcast_object_list(run_dir)  # the clocks of ranks differ
+    return Args(**{**values, "run_dir": run_dir[0]})
+
+
+def is_embedded(model):
+    """Is this models/tiny, or what one of these scripts made of it?"""
+    config = Path(model or HERE / "models" / "tiny") / "config.json"
+    return model is None or (config.is_file() and json.loads(config.read_text()).get("vocab_size", math.inf) < 100)
+
+
+def check_args(args, world_size):
+    """Exit with one line if the settings cannot work."""
+    at_least_1 = ("prompts_per_step", "group_size", "max_prompt_length", "max_completion_length", "minibatch_size")
+    at_least_1 += ("microbatch_tokens", "update_epochs", "max_rounds", "eval_every", "save_every")
+    for name, value in vars(args).items():
+        flag = f"--{name.replace('_', '-')} {value}"
+        if (name in ("temperature", "max_grad_norm") or name.endswith("learning_rate")) and not 0 < value < math.inf:
+            raise SystemExit(f"{flag}: must be positive")
+        if type(value) in (int, float) and value < (name in at_least_1) and name != "seed":
+            raise SystemExit(f"{flag}: must be at least {int(name in at_least_1)}")
+        if name in ("prompts_per_step", "minibatch_size") and value % world_size:
+            raise SystemExit(f"{flag} does not divide over {world_size} ranks")
+    sizes = {name: getattr(args, name) for name in ("prompts_per_step", "group_size") if hasattr(args, name)}
+    if sizes and math.prod(sizes.values()) % getattr(args, "minibatch_size", 1):
+        product = " times ".join(f"--{name.replace('_', '-')} {size}" for name, size in sizes.items())
+        raise SystemExit(f"{product} is not a multiple of --minibatch-size {args.minibatch_size}")
+    if not args.resume and Path(args.run_dir).exists():
+        raise SystemExit(f"--run-dir {args.run_dir} exists: choose another, or go on with --resume {args.run_dir}")
+
+
+def load_model(name, device):
+    """Load a causal language model with float32 parameters and without dropout, and its tokenizer."""
+    transformers.logging.disable_progress_bar()
+    if not Path(name).exists() and (name.count("/") > 1 or name.startswith(("/", "."))):
+        raise SystemExit(f"--model {name}: there is no such folder")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name)
+        for part in (config, config.get_text_config()):
+            for key, value in vars(part).items():
+                if "drop" in key and isinstance(value, float):
+                    setattr(part, key, 0.0)
+        # The checkpoint's own dtype is mostly bfloat16, in which a learning rate of 1e-6 moves one weight in fifty.
+        model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=torch.float32)
+    except (OSError, ValueError, KeyError) as error:
+        raise SystemExit(f"--model {name}: cannot be loaded: {' '.join(str(error).split())[:300]}") from None
+    return model.to(device), tokenizer
 
 
 def load_prompts(dataset, tokenizer, system_prompt, max_prompt_length, num_held_out):
@@ -266,6 +405,60 @@ def load_prompts(dataset, tokenizer, system_prompt, max_prompt_length, num_held_
     return *loaded, "\n".join(report)
 
 
+def load_splits(dataset, num_held_out):
+    """Return (training rows, held-out rows): the test or validation split, else the last num_held_out rows."""
+    disable_progress_bars()
+    kinds = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+    path = Path(dataset)
+    name, _, config = (dataset, "", "") if path.exists() else dataset.partition(":")
+    try:
+        if path.is_file():
+            splits = load_dataset(kinds.get(path.suffix, "json"), data_files=dataset)
+        else:
+            configs = get_dataset_config_names(name)
+            usual = configs if len(configs) == 1 else [c for c in ("main", "default") if c in configs]
+            config = config or (usual[0] if usual else "")
+            if config not in configs:
+                raise ValueError(f"choose one of its configs, as in {name}:{configs[0]}; it has {', '.join(configs)}")
+            splits = load_dataset(name, config)
+    except Exception as error:  # whatever the dirt of a file or the hub brings up, the user needs the one line
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise SystemExit(f"--dataset {dataset}: cannot be loaded: {reason}") from None
+    train = splits.get("train", [])
+    held_out = next((splits[split] for split in ("test", "validation") if split in splits), None)
+    if held_out is None and len(train) > num_held_out:
+        held_out = train.select(list(range(len(train) - num_held_out, len(train))))
+        train = train.select(range(len(train) - num_held_out))
+    if held_out is None or len(train) == 0:
+        raise SystemExit(
+            f"--dataset {dataset}: {len(train)} training rows, and splits {', '.join(splits)}: too few, with "
+            f"--eval-prompts {num_held_out} to hold out where there is no test split"
+        )
+    return train, held_out.select(range(min(num_held_out, len(held_out))))
+
+
+def parse_answer(text):
+    """Return an integer, decimal or simple fraction as an exact Fraction, anything else as a normalised string.
+
+    Signs, currency signs and thousands separators are understood; None if nothing is left.
+    """
+    text = text.strip().removeprefix("**").removesuffix("**").strip()
+    if len(text) > 1000:
+        return text
+    for written, meant in (("\u2212", "-"), ("\\!,", ","), ("\\$", "$"), ("\\%", "%")):
+        text = text.replace(written, meant)
+    text = text.removesuffix(".").strip()
+    while text[:1] + text[-1:] in ("{}", "$$") and not re.search("[{}$]", text[1:-1]):
+        text = text[1:-1].strip()
+    flat = re.sub(r"^([+-]? ?)\\frac ?\{([+-]?[0-9]+)\} ?\{([+-]?[0-9]+)\}$", r"\1\2/\3", text)
+    number = r"((?:[1-9][0-9]{0,2}(?:(?:,|\\,|\{,\})[0-9]{3})+|[0-9]*)(?:\.[0-9]+)?)"
+    match = re.fullmatch(rf"(?:[$£€] ?)?([+-]?) ?(?:[$£€] ?)?{number}(?: ?/ ?([+-]?[0-9]+))?", flat)
+    if match and re.search("[0-9]", match[2]) and int(match[3] or 1):
+        return Fraction(match[1] + re.sub(r"[^0-9.]", "", match[2])) / int(match[3] or 1)
+    text = re.sub(r"\\(?:text|textbf|mathrm|mbox) ?\{([^{}\\]*)\}", r"\1", text)
+    return re.sub(r" ?([^\w ]) ?", r"\1", " ".join(text.split())) or None
+
+
 def extract_answer(text):
     """Return the final answer of a text or None: its last \\boxed{}, else what follows its last ####, else <answer>."""
     visible, thinking = [], False
@@ -295,57 +488,15 @@ def extract_answer(text):
     return text[opening + 8 : closing] if 0 <= opening < closing else None
 
 
-def parse_answer(text):
-    """Return an integer, decimal or simple fraction as an exact Fraction, anything else as a normalised string.
-
-    Signs, currency signs and thousands separators are understood; None if nothing is left.
-    """
-    text = text.strip().removeprefix("**").removesuffix("**").strip()
-    if len(text) > 1000:
-        return text
-    for written, meant in (("\u2212", "-"), ("\\!,", ","), ("\\$", "$"), ("\\%", "%")):
-        text = text.replace(written, meant)
-    text = text.removesuffix(".").strip()
-    while text[:1] + text[-1:] in ("{}", "$$") and not re.search("[{}$]", text[1:-1]):
-        text = text[1:-1].strip()
-    flat = re.sub(r"^([+-]? ?)\\frac ?\{([+-]?[0-9]+)\} ?\{([+-]?[0-9]+)\}$", r"\1\2/\3", text)
-    number = r"((?:[1-9][0-9]{0,2}(?:(?:,|\\,|\{,\})[0-9]{3})+|[0-9]*)(?:\.[0-9]+)?)"
-    match = re.fullmatch(rf"(?:[$£€] ?)?([+-]?) ?(?:[$£€] ?)?{number}(?: ?/ ?([+-]?[0-9]+))?", flat)
-    if match and re.search("[0-9]", match[2]) and int(match[3] or 1):
-        return Fraction(match[1] + re.sub(r"[^0-9.]", "", match[2])) / int(match[3] or 1)
-    text = re.sub(r"\\(?:text|textbf|mathrm|mbox) ?\{([^{}\\]*)\}", r"\1", text)
-    return re.sub(r" ?([^\w ]) ?", r"\1", " ".join(text.split())) or None
-
-
-def reward_fn(completion, answer):
-    """Return 1.0 if the completion's final answer equals the answer (plain, or as in GSM8K after ####), else 0.0.
-
-    Edit this function, or assign another one to the module, to train on a reward of your own.
-    """
-    given, gold = extract_answer(completion), parse_answer(extract_answer(answer) or answer)
-    return float(given is not None and gold is not None and parse_answer(given) == gold)
-
-
-# ---- plumbing: models, rollouts, log-probabilities
-
-
-def load_model(name, device):
-    """Load a causal language model with float32 parameters and without dropout, and its tokenizer."""
-    transformers.logging.disable_progress_bar()
-    if not Path(name).exists() and (name.count("/") > 1 or name.startswith(("/", "."))):
-        raise SystemExit(f"--model {name}: there is no such folder")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        config = AutoConfig.from_pretrained(name)
-        for part in (config, config.get_text_config()):
-            for key, value in vars(part).items():
-                if "drop" in key and isinstance(value, float):
-                    setattr(part, key, 0.0)
-        # The checkpoint's own dtype is mostly bfloat16, in which a learning rate of 1e-6 moves one weight in fifty.
-        model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=torch.float32)
-    except (OSError, ValueError, KeyError) as error:
-        raise SystemExit(f"--model {name}: cannot be loaded: {' '.join(str(error).split())[:300]}") from None
-    return model.to(device), tokenizer
+def encode_prompt(tokenizer, prompt, system_prompt):
+    """Return the token ids of a prompt (a string or a list of chat messages), up to where the completion begins."""
+    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    if system_prompt and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system_prompt}, *messages]
+    if tokenizer.chat_template is None:
+        return tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]
+    encoding = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
+    return encoding["input_ids"]
 
 
 def find_stop_ids(model, tokenizer):
@@ -355,127 +506,6 @@ def find_stop_ids(model, tokenizer):
     for ids in (config.eos_token_id for config in configs):
         stop_ids.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
     return sorted(stop_ids)
-
-
-def pad_left(rows, pad_id, device):
-    """Return ids and mask (B, P) of lists of token ids, padded on the left."""
-    width = max(map(len, rows))
-    ids = torch.tensor([[pad_id] * (width - len(row)) + row for row in rows], device=device)
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
-    return ids, mask
-
-
-def sample_tokens(logits, temperature):
-    """Draw ids from exactly softmax(logits / temperature), by inverse CDF; temperature 0 is greedy. (B, V) -> (B,)"""
-    if temperature == 0:
-        return logits.argmax(-1)
-    cdf = (logits.float() / temperature).softmax(-1).cumsum(-1)  # (B, V)
-    # torch.rand does return 0, and a search from the left would then pick id 0 even at probability 0.
-    draw = torch.rand(len(cdf), 1, device=cdf.device) * cdf[:, -1:]
-    tokens = torch.searchsorted(cdf, draw, right=True).squeeze(1)
-    last = torch.searchsorted(cdf, cdf[:, -1:].contiguous()).squeeze(1)  # the last id of non-zero probability
-    return torch.minimum(tokens, last)
-
-
-@torch.no_grad()
-def generate(model, prompt_ids, prompt_mask, max_completion_length, temperature, stop_ids, pad_id):
-    """Sample a completion of each prompt, up to and including the first stop id.
-
-    prompts (B, P) left-padded -> completion_ids, completion_mask (B, max_completion_length) right-padded.
-    """
-    was_training = model.training
-    model.eval()  # gradient checkpointing would turn the cache off
-    device, batch_size = prompt_ids.device, len(prompt_ids)
-    stop_ids = torch.tensor(stop_ids, device=device, dtype=torch.long)
-    completion_ids = torch.full((batch_size, max_completion_length), pad_id, device=device)
-    completion_mask = torch.zeros_like(completion_ids)
-    # Completions of one prompt are adjacent: each prompt is read once.
-    both = torch.cat([prompt_ids, prompt_mask.long()], 1)  # (B, 2 P)
-    unique, row_of = torch.unique_consecutive(both, dim=0, return_inverse=True)
-    ids, mask = unique.chunk(2, 1)
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    output = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1)
-    cache, logits = output.past_key_values, output.logits[row_of, -1]  # (B, V)
-    cache.batch_select_indices(row_of)
-    mask, positions = mask[row_of], positions[row_of, -1:]
-    rows = torch.arange(batch_size, device=device)  # those still being written
-    for t in range(max_completion_length):
-        tokens = sample_tokens(logits, temperature)
-        completion_ids[rows, t] = tokens
-        completion_mask[rows, t] = 1
-        running = torch.isin(tokens, stop_ids, invert=True).nonzero().squeeze(1)
-        if t + 1 == max_completion_length or len(running) == 0:
-            break
-        if len(running) < len(rows):  # finished rows leave the batch
-            rows, tokens, mask, positions = rows[running], tokens[running], mask[running], positions[running]
-            cache.batch_select_indices(running)
-        mask = torch.cat([mask, mask.new_ones(len(rows), 1)], 1)
-        positions = positions + 1
-        output = model(
-            input_ids=tokens.unsqueeze(1),
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-        )
-        logits = output.logits[:, -1]
-    model.train(was_training)
-    return completion_ids, completion_mask
-
-
-def head_logprobs(model, hidden, targets, temperature):
-    """Log-probabilities of targets (N,), and entropies, under softmax(head(hidden) / temperature); hidden (N, D).
-
-    Never N x V logits at once: they come in chunks, computed anew in the backward pass.
-    """
-
-    def chunk_logprobs(hidden, targets):
-        logits = model.get_output_embeddings()(hidden)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature  # (n, V)
-        logprobs = logits.log_softmax(-1)
-        entropies = -(logprobs.exp() * logprobs).sum(-1)
-        return logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), entropies
-
-    size = max(1, 2 ** (26 if hidden.is_cuda else 24) // model.get_output_embeddings().weight.shape[0])
-    chunks = zip(hidden.split(size), targets.split(size))
-    if torch.is_grad_enabled():
-        results = [checkpoint(chunk_logprobs, *chunk, use_reentrant=False) for chunk in chunks]
-    else:
-        results = [chunk_logprobs(*chunk) for chunk in chunks]
-    logprobs, entropies = zip(*results)
-    return torch.cat(logprobs), torch.cat(entropies)
-
-
-def token_logprobs(model, prompt_ids, prompt_mask, completion_ids, completion_mask, temperature):
-    """Log-probability of every completion token at the sampling temperature, and the entropy of its distribution.
-
-    prompts (B, P), completions (B, T) -> logprobs, entropies (B, T) in nats, 0 where masked.
-    """
-    completion_mask = completion_mask.bool()
-    ids = torch.cat([prompt_ids, completion_ids], 1)  # (B, P + T)
-    mask = torch.cat([prompt_mask.bool(), completion_mask], 1)
-    # All padding goes to the right and off the end: a causal model then needs neither attention mask nor position ids.
-    order = (~mask).long().argsort(dim=1, stable=True)[:, : mask.sum(1).max()]
-    hidden = model.base_model(input_ids=ids.gather(1, order), use_cache=False).last_hidden_state  # (B, W, D)
-    rows, columns = completion_mask.nonzero(as_tuple=True)  # (N,)
-    # The token at one position is predicted from the position before it.
-    positions = mask.sum(1)[rows] - completion_mask.sum(1)[rows] + completion_mask.cumsum(1)[rows, columns] - 2
-    logprobs, entropies = head_logprobs(model, hidden[rows, positions], completion_ids[rows, columns], temperature)
-    blank = torch.zeros(completion_mask.shape, dtype=logprobs.dtype, device=logprobs.device)
-    return blank.masked_scatter(completion_mask, logprobs), blank.masked_scatter(completion_mask, entropies)
-
-
-class LogprobModel(nn.Module):
-    """The unit that is sharded: its forward returns log-probabilities, so the LM head is gathered with the rest."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, *args):
-        # float32 parameters, bfloat16 compute
-        with torch.autocast("cuda", torch.bfloat16, enabled=torch.cuda.is_available()):
-            return token_logprobs(self.model, *args)
 
 
 @torch.no_grad()
@@ -505,99 +535,53 @@ def check_model(model, prompt_ids, max_length):
         raise SystemExit("the key-value cache of this model cannot drop finished rows, which generate() needs")
 
 
-def microbatches(lengths, max_tokens):
-    """Cut rows, longest first, into index tensors of at most max_tokens padded tokens each; a longer row stands alone.
+def token_logprobs(model, prompt_ids, prompt_mask, completion_ids, completion_mask, temperature):
+    """Log-probability of every completion token at the sampling temperature, and the entropy of its distribution.
 
-    Every rank returns equally many (forward and backward passes are collective): a rank that has fewer adds None.
+    prompts (B, P), completions (B, T) -> logprobs, entropies (B, T) in nats, 0 where masked.
     """
-    batches, longest = [], 0
-    for row in lengths.argsort(descending=True, stable=True).tolist():
-        if batches and (len(batches[-1]) + 1) * longest <= max_tokens:
-            batches[-1].append(row)
-        else:
-            batches.append([row])
-            longest = int(lengths[row])
-    count = int(all_reduce(max(1, len(batches)), dist.ReduceOp.MAX))
-    return [torch.tensor(batch, device=lengths.device) for batch in batches] + [None] * (count - len(batches))
+    completion_mask = completion_mask.bool()
+    ids = torch.cat([prompt_ids, completion_ids], 1)  # (B, P + T)
+    mask = torch.cat([prompt_mask.bool(), completion_mask], 1)
+    # All padding goes to the right and off the end: a causal model then needs neither attention mask nor position ids.
+    order = (~mask).long().argsort(dim=1, stable=True)[:, : mask.sum(1).max()]
+    hidden = model.base_model(input_ids=ids.gather(1, order), use_cache=False).last_hidden_state  # (B, W, D)
+    rows, columns = completion_mask.nonzero(as_tuple=True)  # (N,)
+    # The token at one position is predicted from the position before it.
+    positions = mask.sum(1)[rows] - completion_mask.sum(1)[rows] + completion_mask.cumsum(1)[rows, columns] - 2
+    logprobs, entropies = head_logprobs(model, hidden[rows, positions], completion_ids[rows, columns], temperature)
+    blank = torch.zeros(completion_mask.shape, dtype=logprobs.dtype, device=logprobs.device)
+    return blank.masked_scatter(completion_mask, logprobs), blank.masked_scatter(completion_mask, entropies)
 
 
-@torch.no_grad()
-def lookup_logprobs(policy, batch, rows, max_tokens, temperature):
-    """Log-probabilities (B, T) of the given rows of the rollout, without gradient; 0 in its other rows."""
-    logprobs = torch.zeros(batch["completion_ids"].shape, device=rows.device)
-    for index in microbatches(batch["lengths"][rows], max_tokens):
-        chosen = rows.new_zeros(1) if index is None else rows[index]
-        inputs = [batch[key][chosen] for key in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")]
-        result, _ = policy(*inputs, temperature)
-        if index is not None:
-            logprobs = logprobs.to(result.dtype).index_copy(0, chosen, result)
-    return logprobs
+def head_logprobs(model, hidden, targets, temperature):
+    """Log-probabilities of targets (N,), and entropies, under softmax(head(hidden) / temperature); hidden (N, D).
+
+    Never N x V logits at once: they come in chunks, computed anew in the backward pass.
+    """
+
+    def chunk_logprobs(hidden, targets):
+        logits = model.get_output_embeddings()(hidden)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature  # (n, V)
+        logprobs = logits.log_softmax(-1)
+        entropies = -(logprobs.exp() * logprobs).sum(-1)
+        return logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), entropies
+
+    size = max(1, 2 ** (26 if hidden.is_cuda else 24) // model.get_output_embeddings().weight.shape[0])
+    chunks = zip(hidden.split(size), targets.split(size))
+    if torch.is_grad_enabled():
+        results = [checkpoint(chunk_logprobs, *chunk, use_reentrant=False) for chunk in chunks]
+    else:
+        results = [chunk_logprobs(*chunk) for chunk in chunks]
+    logprobs, entropies = zip(*results)
+    return torch.cat(logprobs), torch.cat(entropies)
 
 
-def accumulate_gradients(policy, batch, rows, divisor, on_policy, args):
-    """Add the gradients of policy_loss over these rows of every rank, divided by divisor; return summed metrics."""
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    totals = {}
-    for index in microbatches(batch["lengths"][rows], args.microbatch_tokens):
-        part = {key: value[rows.new_zeros(1) if index is None else rows[index]] for key, value in batch.items()}
-        logprobs, entropies = policy(
-            part["prompt_ids"], part["prompt_mask"], part["completion_ids"], part["completion_mask"], args.temperature
-        )
-        loss, metrics = policy_loss(
-            logprobs,
-            logprobs.detach() if on_policy else part["old_logprobs"],
-            part["advantages"],
-            part["completion_mask"],
-            args.clip_eps,
-            args.max_completion_length,
-        )
-        metrics["policy/entropy"] = entropies.sum().detach()
-        metrics["num_tokens"] = part["completion_mask"].sum()
-        if index is None:  # no row is left on this rank, but the others wait for its passes
-            loss, metrics = 0.0 * logprobs.sum(), {key: torch.zeros_like(value) for key, value in metrics.items()}
-        (loss * (world_size / divisor)).backward()  # times world_size: FSDP averages gradients over ranks
-        add_metrics(totals, metrics)
-    return totals
-
-
-def step_optimizer(policy, optimizer, learning_rate, max_grad_norm):
-    """Clip the gradients and make a step, or none if they are not finite; return their norm before clipping."""
-    grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), max_grad_norm)
-    grad_norm = float(grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm)
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate
-    if math.isfinite(grad_norm):
-        optimizer.step()
-    return grad_norm
-
-
-def add_metrics(totals, metrics):
-    """Add metrics to totals; where the key ends in _max, keep the larger."""
-    for key, value in metrics.items():
-        before = totals.get(key, torch.zeros_like(value))
-        totals[key] = torch.maximum(before, value) if key.endswith("_max") else before + value
-
-
-# ---- plumbing: ranks, saving, resuming
-
-
-def init_ranks():
-    """Join the processes that torchrun started, if it did; return rank, world size and device."""
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(device)
-    if dist.is_torchelastic_launched() and not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=2))
-    return (dist.get_rank(), dist.get_world_size(), device) if dist.is_initialized() else (0, 1, device)
-
-
-def all_reduce(values, op=dist.ReduceOp.SUM):
-    """Return a number, or a list of numbers, summed (or otherwise reduced) over ranks, in float64."""
-    values = torch.as_tensor(values, dtype=torch.float64)
-    if dist.is_initialized():
-        dist.all_reduce(values, op)
-    return values.tolist()
+def make_sampler(model, device):
+    """Return the model that samples: a copy, bfloat16 on CUDA; on one CPU process the trained model itself."""
+    if dist.is_initialized() or device.type == "cuda":
+        return copy.deepcopy(model).to(torch.bfloat16 if device.type == "cuda" else torch.float32)
+    return model
 
 
 def shard(policy, device):
@@ -611,73 +595,20 @@ def shard(policy, device):
     return policy
 
 
-@torch.no_grad()
-def sync_sampler(policy, sampler):
-    """Copy the trained parameters into the model that samples, which is whole on every rank."""
-    if sampler is not policy.model:
-        for trained, copied in zip(policy.model.parameters(), sampler.parameters(), strict=True):
-            copied.copy_(trained.full_tensor() if hasattr(trained, "full_tensor") else trained)
+class LogprobModel(nn.Module):
+    """The unit that is sharded: its forward returns log-probabilities, so the LM head is gathered with the rest."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args):
+        # float32 parameters, bfloat16 compute
+        with torch.autocast("cuda", torch.bfloat16, enabled=torch.cuda.is_available()):
+            return token_logprobs(self.model, *args)
 
 
-def on_rank_0(function, *args):
-    """Call function on one rank, while the others wait."""
-    if not dist.is_initialized():
-        return function(*args)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        function(*args)
-    dist.barrier()
-
-
-def save(run_dir, policy, optimizer, tokenizer, step):
-    """Write state/<step>, which appears complete or not at all, remove older ones, then write checkpoint/."""
-    model_state, optimizer_state = get_state_dict(policy, optimizer)
-    state, unfinished = {"model": model_state, "optimizer": optimizer_state}, run_dir / "state" / "unfinished"
-    on_rank_0(shutil.rmtree, unfinished, True)
-    with warnings.catch_warnings(action="ignore"):  # that one process saves alone is meant
-        dcp.save(state, checkpoint_id=unfinished, no_dist=not dist.is_initialized())
-
-    def publish():
-        unfinished.rename(run_dir / "state" / f"{step:08d}")
-        for path in (run_dir / "state").iterdir():
-            if path.name != f"{step:08d}":
-                shutil.rmtree(path)
-
-    on_rank_0(publish)
-    save_checkpoint(run_dir, policy, tokenizer)
-
-
-def save_checkpoint(run_dir, policy, tokenizer):
-    """Write checkpoint/, a Hugging Face folder with the float32 parameters and the tokenizer."""
-    state = get_model_state_dict(policy, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-
-    def publish():
-        unfinished = run_dir / "checkpoint.unfinished"
-        shutil.rmtree(unfinished, ignore_errors=True)
-        policy.model.save_pretrained(
-            unfinished, state_dict={key.removeprefix("model."): state[key] for key in state if key.startswith("model.")}
-        )
-        tokenizer.save_pretrained(unfinished)
-        shutil.rmtree(run_dir / "checkpoint", ignore_errors=True)
-        unfinished.rename(run_dir / "checkpoint")
-
-    on_rank_0(publish)
-
-
-def load_state(run_dir, policy, optimizer):
-    """Load the newest complete state and return its step, or 0 if there is none."""
-    steps = sorted(path for path in (run_dir / "state").glob("*") if path.name.isdigit())
-    if not steps:
-        return 0
-    model_state, optimizer_state = get_state_dict(policy, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state}
-    with warnings.catch_warnings(action="ignore"):  # that one process loads alone is meant
-        dcp.load(state, checkpoint_id=steps[-1], no_dist=not dist.is_initialized())
-    set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    return int(steps[-1].name)
-
-
-def open_run(args, policy, optimizer, tokenizer):
+def open_run(args, policy, optimizer, tokenizer, report):
     """Make the run folder, or load the state of the run to resume and drop what was logged after it.
 
     Returns the last step done, -1 where nothing was saved.
@@ -698,7 +629,6 @@ def open_run(args, policy, optimizer, tokenizer):
     on_rank_0(prepare)
     if last_step > 0:
         save_checkpoint(run_dir, policy, tokenizer)  # it may be older than the state
-    is_main = not dist.is_initialized() or dist.get_rank() == 0
     wandb.init(
         project=args.wandb_project,
         name=run_dir.name,
@@ -706,9 +636,26 @@ def open_run(args, policy, optimizer, tokenizer):
         resume="allow",
         dir=run_dir,
         config=asdict(args),
-        mode=None if args.track and is_main else "disabled",
+        mode=None if args.track and is_rank_0() else "disabled",
     )
+    if is_rank_0():
+        millions = sum(parameter.numel() for parameter in policy.parameters()) / 1e6
+        num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+        print(f"{report}\n{run_dir}: {millions:.1f} M parameters on {num_ranks} x {policy.model.device.type}")
     return last_step
+
+
+def load_state(run_dir, policy, optimizer):
+    """Load the newest complete state and return its step, or 0 if there is none."""
+    steps = sorted(path for path in (run_dir / "state").glob("*") if path.name.isdigit())
+    if not steps:
+        return 0
+    model_state, optimizer_state = dcp_state.get_state_dict(policy, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    with warnings.catch_warnings(action="ignore"):  # that one process loads alone is meant
+        dcp.load(state, checkpoint_id=steps[-1], no_dist=not dist.is_initialized())
+    dcp_state.set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    return int(steps[-1].name)
 
 
 def write_whole(path, text):
@@ -717,9 +664,37 @@ def write_whole(path, text):
     path.with_suffix(".unfinished").replace(path)
 
 
-def append_line(path, row):
-    with path.open("a") as file:
-        file.write(json.dumps(row) + "\n")
+def on_rank_0(function, *args):
+    """Call function on one rank, while the others wait."""
+    if not dist.is_initialized():
+        return function(*args)
+    dist.barrier()
+    if is_rank_0():
+        function(*args)
+    dist.barrier()
+
+
+def is_rank_0():
+    """Is this the process that writes and prints?"""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def save_checkpoint(run_dir, policy, tokenizer):
+    """Write checkpoint/, a Hugging Face folder with the float32 parameters and the tokenizer."""
+    options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = dcp_state.get_model_state_dict(policy, options=options)
+    checkpoint, unfinished = Path(run_dir) / "checkpoint", Path(run_dir) / "checkpoint.unfinished"
+
+    def publish():
+        shutil.rmtree(unfinished, ignore_errors=True)
+        policy.model.save_pretrained(
+            unfinished, state_dict={key.removeprefix("model."): state[key] for key in state if key.startswith("model.")}
+        )
+        tokenizer.save_pretrained(unfinished)
+        shutil.rmtree(checkpoint, ignore_errors=True)
+        unfinished.rename(checkpoint)
+
+    on_rank_0(publish)
 
 
 def catch_signals():
@@ -736,68 +711,12 @@ def catch_signals():
     return received
 
 
-def is_embedded(model):
-    """Is this models/tiny, or what one of these scripts made of it?"""
-    config = Path(model or HERE / "models" / "tiny") / "config.json"
-    return model is None or (config.is_file() and json.loads(config.read_text()).get("vocab_size", math.inf) < 100)
-
-
-def resolve_args(args):
-    """Return the settings of the run to resume, else args with the defaults of its model filled in."""
-    names = [field.name for field in fields(Args)]
-    if args.resume:
-        changed = [f.name for f in fields(Args) if getattr(args, f.name) != f.default]
-        changed = [name for name in changed if name not in ("resume", "num_steps")]
-        path = Path(args.resume) / "args.json"
-        if changed:
-            flags = ", ".join("--" + name.replace("_", "-") for name in changed)
-            raise SystemExit(f"--resume takes its settings from {path}: drop {flags}; only --num-steps may be given")
-        if not path.is_file():
-            raise SystemExit(f"--resume {args.resume}: not the folder of a run, it has no args.json")
-        saved = json.loads(path.read_text())
-        if sorted(saved) != sorted(names):
-            raise SystemExit(f"--resume {args.resume}: a run of another script or version")
-        num_steps = saved["num_steps"] if args.num_steps is None else args.num_steps
-        return Args(**{**saved, "resume": args.resume, "run_dir": args.resume, "num_steps": num_steps})
-    values = {name: getattr(args, name) for name in names}
-    for name, defaults in DEFAULTS.items():
-        values[name] = defaults[not is_embedded(args.model)] if values[name] is None else values[name]
-    values |= {"model": args.model or MODEL, "dataset": args.dataset or DATASET}
-    run_dir = [args.run_dir or f"runs/{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"]
-    if dist.is_initialized():
-        dist.broadcast_object_list(run_dir)  # the clocks of ranks differ
-    return Args(**{**values, "run_dir": run_dir[0]})
-
-
-def check_args(args, world_size):
-    """Exit with one line if the settings cannot work."""
-    least = dict.fromkeys(("num_steps", "rollout_batch_size", "warmup_steps", "eval_prompts"), 0)
-    least |= dict.fromkeys(("prompts_per_step", "group_size", "max_prompt_length", "max_completion_length"), 1)
-    least |= dict.fromkeys(("microbatch_tokens", "eval_every", "save_every"), 1)
-    least |= dict.fromkeys(("minibatch_size", "update_epochs"), 1)
-    least |= dict.fromkeys([name for name in vars(args) if name.startswith(("clip_eps", "kl_coef"))], 0)
-    for name, value in least.items():
-        if getattr(args, name) < value:
-            raise SystemExit(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {value}")
-    for name in ("temperature", "learning_rate", "max_grad_norm"):
-        if not 0 < getattr(args, name) < math.inf:
-            raise SystemExit(f"--{name.replace('_', '-')} {getattr(args, name)}: must be positive")
-    if args.group_size < 2:
-        raise SystemExit(f"--group-size {args.group_size}: must be at least 2, one completion alone has advantage 0")
-    if args.prompts_per_step % world_size:
-        raise SystemExit(f"--prompts-per-step {args.prompts_per_step} does not divide over {world_size} ranks")
-    if args.minibatch_size % world_size:
-        raise SystemExit(f"--minibatch-size {args.minibatch_size} does not divide over {world_size} ranks")
-    if args.prompts_per_step * args.group_size % args.minibatch_size:
-        raise SystemExit(
-            f"--prompts-per-step {args.prompts_per_step} times --group-size {args.group_size} is not a multiple of "
-            f"--minibatch-size {args.minibatch_size}"
-        )
-    if not args.resume and Path(args.run_dir).exists():
-        raise SystemExit(f"--run-dir {args.run_dir} exists: choose another, or go on with --resume {args.run_dir}")
-
-
-# ---- rollouts, metrics, evaluation
+@torch.no_grad()
+def sync_sampler(policy, sampler):
+    """Copy the trained parameters into the model that samples, which is whole on every rank."""
+    if sampler is not policy.model:
+        for trained, copied in zip(policy.model.parameters(), sampler.parameters(), strict=True):
+            copied.copy_(trained.full_tensor() if hasattr(trained, "full_tensor") else trained)
 
 
 def pick_rows(rows, start, count, seed):
@@ -837,20 +756,155 @@ def rollout(model, tokenizer, prompts, num_samples, temperature, stop_ids, args)
     return batch, texts
 
 
-def rollout_metrics(batch, group_size):
-    """Means over the completions or groups of this rank's share of a rollout; ranks have equal shares."""
-    groups = batch["rewards"].view(-1, group_size)
-    equal = (groups == groups[:, :1]).all(1)
-    lengths = batch["completion_mask"].sum(1)
-    return {
-        "reward/mean": groups.mean(),
-        "reward/std": groups.std(1, correction=min(1, group_size - 1)).mean(),
-        "reward/zero_std_all_right": (equal & (groups[:, 0] == 1)).float().mean(),
-        "reward/zero_std_all_wrong": (equal & (groups[:, 0] != 1)).float().mean(),
-        "rollout/length_mean": lengths.float().mean(),
-        "rollout/length_max": lengths.max(),
-        "rollout/truncated": batch["truncated"].float().mean(),
-    }
+def pad_left(rows, pad_id, device):
+    """Return ids and mask (B, P) of lists of token ids, padded on the left."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[pad_id] * (width - len(row)) + row for row in rows], device=device)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
+    return ids, mask
+
+
+@torch.no_grad()
+def generate(model, prompt_ids, prompt_mask, max_completion_length, temperature, stop_ids, pad_id):
+    """Sample a completion of each prompt, up to and including the first stop id.
+
+    prompts (B, P) left-padded -> completion_ids, completion_mask (B, max_completion_length) right-padded.
+    """
+    was_training = model.training
+    model.eval()  # gradient checkpointing would turn the cache off
+    stop_ids = torch.tensor(stop_ids, device=prompt_ids.device, dtype=torch.long)
+    completion_ids = prompt_ids.new_full((len(prompt_ids), max_completion_length), pad_id)
+    completion_mask = torch.zeros_like(completion_ids)
+    # Completions of one prompt are adjacent: each prompt is read once.
+    both = torch.cat([prompt_ids, prompt_mask.long()], 1)  # (B, 2 P)
+    unique, row_of = torch.unique_consecutive(both, dim=0, return_inverse=True)
+    ids, mask = unique.chunk(2, 1)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    output = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1)
+    cache, logits = output.past_key_values, output.logits[row_of, -1]  # (B, V)
+    cache.batch_select_indices(row_of)
+    mask, positions = mask[row_of], positions[row_of, -1:]
+    rows = torch.arange(len(prompt_ids), device=prompt_ids.device)  # those still being written
+    for t in range(max_completion_length):
+        tokens = sample_tokens(logits, temperature)
+        completion_ids[rows, t] = tokens
+        completion_mask[rows, t] = 1
+        running = torch.isin(tokens, stop_ids, invert=True).nonzero().squeeze(1)
+        if t + 1 == max_completion_length or len(running) == 0:
+            break
+        if len(running) < len(rows):  # finished rows leave the batch
+            rows, tokens, mask, positions = rows[running], tokens[running], mask[running], positions[running]
+            cache.batch_select_indices(running)
+        mask = torch.cat([mask, mask.new_ones(len(rows), 1)], 1)
+        positions = positions + 1
+        ids = tokens.unsqueeze(1)
+        output = model(
+            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+        )
+        logits = output.logits[:, -1]
+    model.train(was_training)
+    return completion_ids, completion_mask
+
+
+def sample_tokens(logits, temperature):
+    """Draw ids from exactly softmax(logits / temperature), by inverse CDF; temperature 0 is greedy. (B, V) -> (B,)"""
+    if temperature == 0:
+        return logits.argmax(-1)
+    cdf = (logits.float() / temperature).softmax(-1).cumsum(-1)  # (B, V)
+    # torch.rand does return 0, and a search from the left would then pick id 0 even at probability 0.
+    draw = torch.rand(len(cdf), 1, device=cdf.device) * cdf[:, -1:]
+    tokens = torch.searchsorted(cdf, draw, right=True).squeeze(1)
+    last = torch.searchsorted(cdf, cdf[:, -1:].contiguous()).squeeze(1)  # the last id of non-zero probability
+    return torch.minimum(tokens, last)
+
+
+@torch.no_grad()
+def lookup_logprobs(policy, batch, rows, max_tokens, temperature):
+    """Log-probabilities (B, T) of the given rows of the rollout, without gradient; 0 in its other rows."""
+    logprobs = torch.zeros(batch["completion_ids"].shape, device=rows.device)
+    for part in microbatches(batch, rows, max_tokens):
+        inputs = [part[key] for key in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")]
+        result, _ = policy(*inputs, temperature)
+        logprobs = logprobs.to(result.dtype).index_copy(0, part["rows"], result[: len(part["rows"])])
+    return logprobs
+
+
+def microbatches(batch, rows, max_tokens):
+    """Cut rows of a batch, longest first, into parts of at most max_tokens padded tokens; a longer row stands alone.
+
+    Forward and backward passes are collective, so every rank yields equally many parts: one that has fewer adds parts
+    of no rows, where the first row of the batch stands in and its masks are 0.
+    """
+    parts, longest, lengths = [], 0, batch["lengths"][rows]
+    for place in lengths.argsort(descending=True, stable=True).tolist():
+        if parts and (len(parts[-1]) + 1) * longest <= max_tokens:
+            parts[-1].append(place)
+        else:
+            parts.append([place])
+            longest = int(lengths[place])
+    for number in range(int(all_reduce(max(1, len(parts)), dist.ReduceOp.MAX))):
+        if number < len(parts):
+            index = rows[parts[number]]
+            yield {"rows": index} | {key: value[index] for key, value in batch.items()}
+        else:
+            part = {key: value[:1] for key, value in batch.items()}
+            masks = [key for key in part if key.endswith("mask") and key != "prompt_mask"]
+            yield part | {key: torch.zeros_like(part[key]) for key in masks} | {"rows": rows[:0]}
+
+
+def all_reduce(values, op=dist.ReduceOp.SUM):
+    """Return a number, or a list of numbers, summed (or otherwise reduced) over ranks, in float64."""
+    values = torch.as_tensor(values, dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(values, op)
+    return values.tolist()
+
+
+def add_metrics(totals, metrics):
+    """Add metrics to totals; where the key ends in _max, keep the larger."""
+    for key, value in metrics.items():
+        before = totals.get(key, torch.zeros_like(value))
+        totals[key] = torch.maximum(before, value) if key.endswith("_max") else before + value
+
+
+def step_optimizer(policy, optimizer, learning_rate, max_grad_norm):
+    """Clip the gradients and make a step, or none if they are not finite; return their norm before clipping."""
+    grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), max_grad_norm)
+    grad_norm = float(grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    if math.isfinite(grad_norm):
+        optimizer.step()
+    return grad_norm
+
+
+def check_finite(step, grad_norm, run_dir):
+    """Exit if there was no optimizer step to make; what was saved before stands."""
+    if not math.isfinite(grad_norm):
+        raise SystemExit(f"step {step}: gradient norm {grad_norm}; the last good state is in {run_dir}")
+
+
+def step_metrics(sums, divisor, clock):
+    """Means of a whole step over all ranks, and its times.
+
+    sums has what to divide by, too: the numbers of tokens (policy/*), groups (reward/*), completions (rollout/*) and,
+    where a metric is of sequences, sequences; loss/* is divided by the divisor of the step's losses.
+    """
+    sums = reduce_metrics(sums)
+    counts = {"policy": sums.pop("num_tokens"), "sequences": sums.pop("num_sequences", 0), "loss": divisor}
+    counts |= {"reward": sums.pop("num_groups"), "rollout": sums.pop("num_completions")}
+    metrics, names, times = {"rollout/completions": int(counts["rollout"])}, list(clock), list(clock.values())
+    for key, total in sums.items():
+        count = counts["sequences" if "sequences" in key else key.split("/")[0]]
+        metrics[key] = total if key.endswith("_max") else total / max(1, count)
+    for name, before, after in zip(names[1:], times, times[1:]):
+        metrics[f"perf/{name}_seconds"] = after - before
+    metrics["perf/step_seconds"] = times[-1] - times[0]
+    metrics["perf/rollout_tokens_per_second"] = sums["rollout/length_mean"] / (times[1] - times[0])
+    metrics["perf/train_tokens_per_second"] = counts["policy"] / (times[-1] - times[1])
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    metrics["perf/peak_memory_gib"] = (torch.cuda.max_memory_allocated() or peak_bytes) / 2**30
+    return metrics
 
 
 def reduce_metrics(metrics):
@@ -861,8 +915,33 @@ def reduce_metrics(metrics):
     return reduced | dict(zip(maxima, all_reduce([float(metrics[key]) for key in maxima], dist.ReduceOp.MAX)))
 
 
+def rollout_metrics(batch, group_size):
+    """Sums over the groups or completions of this rank's share of a rollout, and their numbers."""
+    groups = batch["rewards"].view(-1, group_size)
+    equal = (groups == groups[:, :1]).all(1)
+    lengths = batch["completion_mask"].sum(1)
+    return {
+        "num_groups": len(groups),
+        "reward/mean": groups.mean(1).sum(),
+        "reward/std": groups.std(1, correction=min(1, group_size - 1)).sum(),
+        "reward/zero_std_all_right": (equal & (groups[:, 0] == 1)).sum(),
+        "reward/zero_std_all_wrong": (equal & (groups[:, 0] != 1)).sum(),
+        "num_completions": len(lengths),
+        "rollout/length_mean": lengths.sum(),
+        "rollout/length_max": lengths.max(),
+        "rollout/truncated": batch["truncated"].sum(),
+    }
+
+
+def first_group(prompts, texts, rewards, group_size):
+    """The first prompt of a rollout with its completions and their rewards, as samples.jsonl has it."""
+    group = {"prompt": prompts[0]["prompt"], "completions": texts[:group_size]}
+    return group | {"rewards": rewards[:group_size].tolist()}
+
+
 def evaluate(model, tokenizer, prompts, stop_ids, args, rank, world_size):
     """Greedy accuracy, and pass@k by the unbiased estimate of Chen et al. 2021 (arXiv 2107.03374, eq. 1)."""
+    start = time.perf_counter()
     sums = dict.fromkeys(("eval/accuracy", "eval/pass@1", "eval/pass@2", "eval/pass@4"), 0.0)
     share = prompts[rank::world_size]
     if share:
@@ -873,7 +952,29 @@ def evaluate(model, tokenizer, prompts, stop_ids, args, rank, world_size):
         for correct in (batch["rewards"].view(-1, EVAL_SAMPLES) == 1).sum(1).tolist():
             for k in (1, 2, 4):
                 sums[f"eval/pass@{k}"] += 1 - math.comb(EVAL_SAMPLES - correct, k) / math.comb(EVAL_SAMPLES, k)
-    return {key: total / len(prompts) for key, total in reduce_metrics(sums).items()}
+    means = {key: total / len(prompts) for key, total in reduce_metrics(sums).items()}
+    return means | {"perf/eval_seconds": time.perf_counter() - start}
+
+
+def log_step(args, step, metrics, group, progress):
+    """Append to metrics.jsonl, samples.jsonl and Weights & Biases, and move the bar; now and then print the group."""
+    append_line(Path(args.run_dir) / "metrics.jsonl", {"step": step, **metrics})
+    wandb.log(metrics, step=step)
+    if group is None:
+        return
+    append_line(Path(args.run_dir) / "samples.jsonl", {"step": step, **group})
+    if step == 1 or step % args.eval_every == 0:
+        print_group(step, *group.values())
+    progress.set_postfix(
+        reward=f"{metrics['reward/mean']:.2f}", length=f"{metrics['rollout/length_mean']:.0f}", refresh=False
+    )
+    progress.update()
+
+
+def append_line(path, row):
+    """Append a row to a jsonl file."""
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
 
 
 def print_group(step, prompt, texts, rewards):
@@ -884,9 +985,28 @@ def print_group(step, prompt, texts, rewards):
         tqdm.write(f"  {reward:5.2f}  {line if len(line) <= 160 else line[:100] + ' ... ' + line[-55:]}")
 
 
-def print_summary(run_dir, args):
+def save(run_dir, policy, optimizer, tokenizer, step):
+    """Write state/<step>, which appears complete or not at all, remove older ones, then write checkpoint/."""
+    states = Path(run_dir) / "state"
+    model_state, optimizer_state = dcp_state.get_state_dict(policy, optimizer)
+    state, unfinished = {"model": model_state, "optimizer": optimizer_state}, states / "unfinished"
+    on_rank_0(shutil.rmtree, unfinished, True)
+    with warnings.catch_warnings(action="ignore"):  # that one process saves alone is meant
+        dcp.save(state, checkpoint_id=unfinished, no_dist=not dist.is_initialized())
+
+    def publish():
+        unfinished.rename(states / f"{step:08d}")
+        for path in states.iterdir():
+            if path.name != f"{step:08d}":
+                shutil.rmtree(path)
+
+    on_rank_0(publish)
+    save_checkpoint(run_dir, policy, tokenizer)
+
+
+def print_summary(args):
     """Print what improved, how fast, where the checkpoint is and how to go on."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in Path(args.run_dir, "metrics.jsonl").read_text().splitlines()]
     evals = [line for line in lines if "eval/accuracy" in line]
     last_step = lines[-1]["step"]
     seconds = sum(line.get("perf/step_seconds", 0.0) for line in lines)
@@ -898,132 +1018,10 @@ def print_summary(run_dir, args):
             before, after = evals[0], evals[-1]
             print(f"{name:16}{before[key]:.3f} (step {before['step']}) -> {after[key]:.3f} (step {after['step']})")
     if last_step > 0:
-        print(f"checkpoint      {run_dir / 'checkpoint'}, which --model and from_pretrained load")
+        print(f"checkpoint      {Path(args.run_dir, 'checkpoint')}, which --model and from_pretrained load")
     more = f" --num-steps {2 * args.num_steps}" if last_step >= args.num_steps else ""
-    print(f"to go on        python {Path(__file__).name} --resume {run_dir}{more}")
-
-
-def main(args):
-    rank, world_size, device = init_ranks()
-    args = resolve_args(args)
-    check_args(args, world_size)
-    run_dir = Path(args.run_dir)
-    model, tokenizer = load_model(args.model, device)
-    train_prompts, eval_prompts, report = load_prompts(
-        args.dataset, tokenizer, args.system_prompt, args.max_prompt_length, args.eval_prompts
-    )
-    stop_ids = find_stop_ids(model, tokenizer)
-    check_model(model, train_prompts[0]["prompt_ids"], args.max_prompt_length + args.max_completion_length)
-    if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    sampler = model  # one CPU process samples with the policy itself
-    if dist.is_initialized() or device.type == "cuda":
-        sampler = copy.deepcopy(model).to(torch.bfloat16 if device.type == "cuda" else torch.float32)
-    policy = shard(LogprobModel(model).train(), device)
-    optimizer = torch.optim.AdamW(
-        policy.parameters(), args.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
-    )
-
-    last_step = open_run(args, policy, optimizer, tokenizer)
-    if rank == 0:
-        num_parameters = sum(parameter.numel() for parameter in policy.parameters())
-        print(f"{report}\n{run_dir}: {num_parameters / 1e6:.1f} M parameters on {world_size} x {device.type}")
-    stop_signals = catch_signals()
-    progress = tqdm(
-        total=args.num_steps, initial=max(0, last_step), desc=Path(__file__).stem, unit="step", disable=rank > 0
-    )
-    minibatches_per_epoch = args.prompts_per_step * args.group_size // args.minibatch_size
-
-    for step in range(last_step + 1, args.num_steps + 1):  # step 0 only evaluates
-        metrics, clock = {}, [time.perf_counter()]
-        torch.manual_seed((args.seed * 1_000_003 + step) * 1_000_003 + rank)
-        if step > 0:
-            # rollout: sample completions, score them, compare each with its group
-            sync_sampler(policy, sampler)
-            picked = pick_rows(train_prompts, (step - 1) * args.prompts_per_step, args.prompts_per_step, args.seed)
-            picked = picked[rank::world_size]
-            batch, texts = rollout(sampler, tokenizer, picked, args.group_size, args.temperature, stop_ids, args)
-            rewards = torch.where(batch["truncated"], 0.0, batch["rewards"])
-            batch["advantages"] = compute_advantages(rewards, args.group_size)
-            clock.append(time.perf_counter())
-
-            # log-probabilities before the update, of those rows that will be needed
-            orders = [torch.randperm(len(batch["rewards"]), device=device) for _ in range(args.update_epochs)]
-            minibatches = [rows for order in orders for rows in order.tensor_split(minibatches_per_epoch)]
-            later_rows = orders[0][len(minibatches[0]) if args.update_epochs == 1 else 0 :]
-            # Rows of zero advantage have no policy gradient; they still count in the divisor.
-            live = batch["advantages"] != 0  # (B,)
-            later_rows = later_rows[live[later_rows]]
-            batch["old_logprobs"] = lookup_logprobs(policy, batch, later_rows, args.microbatch_tokens, args.temperature)
-            clock.append(time.perf_counter())
-
-            # update: one optimizer step per minibatch
-            totals, divisors, grad_norms = {}, [], []
-            for update, rows in enumerate(minibatches):
-                divisor = args.minibatch_size  # a mean over completions
-                divisors.append(divisor)
-                rows = rows[live[rows]]
-                optimizer.zero_grad()
-                add_metrics(totals, accumulate_gradients(policy, batch, rows, divisor, update == 0, args))
-                optimizer_step = (step - 1) * len(minibatches) + update + 1
-                learning_rate = args.learning_rate * min(1.0, optimizer_step / max(1, args.warmup_steps))
-                grad_norms.append(step_optimizer(policy, optimizer, learning_rate, args.max_grad_norm))
-                if not math.isfinite(grad_norms[-1]):
-                    raise SystemExit(
-                        f"step {step}: gradient norm {grad_norms[-1]}; the last good state is in {run_dir}"
-                    )
-            clock.append(time.perf_counter())
-
-            # metrics of the whole step, over all ranks
-            totals = reduce_metrics(totals)
-            num_tokens = totals.pop("num_tokens")
-            counts = {"policy": num_tokens, "loss": sum(divisors)}
-            for key, total in totals.items():
-                count = counts[key.split("/")[0]]
-                metrics[key] = total if key.endswith("_max") else total / max(1, count)
-            for key, total in reduce_metrics(rollout_metrics(batch, args.group_size)).items():
-                metrics[key] = total if key.endswith("_max") else total / world_size
-            metrics["rollout/completions"] = len(batch["rewards"]) * world_size
-            metrics["optim/grad_norm"] = sum(grad_norms) / len(grad_norms)
-            metrics["optim/learning_rate"] = learning_rate
-            seconds = [after - before for before, after in zip(clock, clock[1:])]
-            metrics |= dict(zip(("perf/rollout_seconds", "perf/logprob_seconds", "perf/update_seconds"), seconds))
-            metrics["perf/step_seconds"] = sum(seconds)
-            rollout_tokens = metrics["rollout/length_mean"] * metrics["rollout/completions"]
-            metrics["perf/rollout_tokens_per_second"] = rollout_tokens / seconds[0]
-            metrics["perf/train_tokens_per_second"] = num_tokens / (seconds[1] + seconds[2])
-            peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-            metrics["perf/peak_memory_gib"] = (torch.cuda.max_memory_allocated() or peak_bytes) / 2**30
-
-        if eval_prompts and (step % args.eval_every == 0 or step == args.num_steps):
-            mark = time.perf_counter()
-            sync_sampler(policy, sampler)
-            metrics |= evaluate(sampler, tokenizer, eval_prompts, stop_ids, args, rank, world_size)
-            metrics["perf/eval_seconds"] = time.perf_counter() - mark
-        if rank == 0:
-            append_line(run_dir / "metrics.jsonl", {"step": step, **metrics})
-            wandb.log(metrics, step=step)
-        if rank == 0 and step > 0:
-            group = {"prompt": picked[0]["prompt"], "completions": texts[: args.group_size]}
-            group["rewards"] = batch["rewards"][: args.group_size].tolist()
-            append_line(run_dir / "samples.jsonl", {"step": step, **group})
-            if step == 1 or step % args.eval_every == 0:
-                print_group(step, *group.values())
-            progress.set_postfix(
-                reward=f"{metrics['reward/mean']:.2f}", length=f"{metrics['rollout/length_mean']:.0f}", refresh=False
-            )
-            progress.update()
-        stopping = all_reduce(len(stop_signals)) > 0
-        if step > 0 and (stopping or step == args.num_steps or step % args.save_every == 0):
-            save(run_dir, policy, optimizer, tokenizer, step)
-        if stopping:
-            break
-
-    progress.close()
-    wandb.finish()
-    if rank == 0:
-        print_summary(run_dir, args)
+    print(f"to go on        python {Path(__file__).name} --resume {Path(args.run_dir)}{more}")
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description="GRPO without its biases (Dr. GRPO) on a language model."))
+    main(tyro.cli(Args))

@@ -30,7 +30,7 @@ import signal
 import sys
 import time
 import warnings
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from datetime import timedelta
 from pathlib import Path
 
@@ -42,37 +42,22 @@ import tyro
 import wandb
 from datasets import disable_progress_bars, get_dataset_config_names, load_dataset
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
 
-HERE = Path(__file__).resolve().parent
-MODEL, DATASET = str(HERE / "models" / "tiny"), str(HERE / "data" / "preferences")
 
-# What depends on the model: (embedded model, real model).
-DEFAULTS = {
-    "num_steps": (256, 1000),
-    "max_prompt_length": (32, 512),
-    "max_completion_length": (48, 512),
-    "learning_rate": (8e-4, 9e-6),
-    "warmup_steps": (10, 0),
-    "minibatch_size": (64, 64),
-    "microbatch_tokens": (2048, 16384),
-    "eval_every": (64, 100),
-    "eval_prompts": (512, 512),
-    "save_every": (64, 100),
-}
+def by_model(embedded, real):
+    """The default of a setting that depends on the model; resolve_args fills it in."""
+    return field(default=None, metadata={"embedded": embedded, "real": real})
 
 
 @dataclass
 class Args:
+    """Bradley-Terry reward model on top of a language model."""
+
     # model and data
     model: str | None = None
     """folder or hub name of a causal language model or of a reward model (default: the embedded models/tiny)"""
@@ -80,21 +65,21 @@ class Args:
     """json, jsonl, csv or parquet file, folder, or hub name as in org/name:config (default: data/preferences)"""
     system_prompt: str = ""
     """system message put before every prompt that has none"""
-    max_prompt_length: int | None = None
+    max_prompt_length: int | None = by_model(32, 512)
     """tokens; pairs with a longer prompt are dropped and counted (embedded: 32; real: 512)"""
-    max_completion_length: int | None = None
+    max_completion_length: int | None = by_model(48, 512)
     """tokens, the stop token included; pairs with a longer one are dropped and counted (embedded: 48; real: 512)"""
 
     # optimization
-    num_steps: int | None = None
+    num_steps: int | None = by_model(256, 1000)
     """optimizer steps; with --resume, the new total (embedded: 256; real: 1000)"""
-    learning_rate: float | None = None
+    learning_rate: float | None = by_model(8e-4, 9e-6)
     """highest, of AdamW; falls to 0 on a cosine (embedded: 8e-4; real: 9e-6, as the paper)"""
-    warmup_steps: int | None = None
+    warmup_steps: int | None = by_model(10, 0)
     """optimizer steps over which the learning rate rises from 0 (embedded: 10; real: 0)"""
-    minibatch_size: int | None = None
+    minibatch_size: int | None = by_model(64, 64)
     """pairs per optimizer step, over all ranks (embedded: 64; real: 64)"""
-    microbatch_tokens: int | None = None
+    microbatch_tokens: int | None = by_model(2048, 16384)
     """most padded tokens per forward and backward pass; changes speed and memory only (embedded: 2048; real: 16384)"""
     max_grad_norm: float = 1.0
     """gradients are scaled down to at most this norm"""
@@ -102,11 +87,11 @@ class Args:
     """recompute activations in the backward pass: less memory, about a third more time"""
 
     # evaluation, saving, logging
-    eval_every: int | None = None
+    eval_every: int | None = by_model(64, 100)
     """steps between evaluations on held-out pairs (embedded: 64; real: 100)"""
-    eval_prompts: int | None = None
+    eval_prompts: int | None = by_model(512, 512)
     """held-out pairs per evaluation (embedded: 512; real: 512)"""
-    save_every: int | None = None
+    save_every: int | None = by_model(64, 100)
     """steps between saves (embedded: 64; real: 100)"""
     run_dir: str | None = None
     """new folder of this run (default: runs/SCRIPT__SEED__TIME)"""
@@ -118,9 +103,6 @@ class Args:
     """log to Weights & Biases as well (WANDB_MODE=offline works)"""
     wandb_project: str = "rl-for-language-models"
     """Weights & Biases project"""
-
-
-# ---- the algorithm
 
 
 def preference_loss(chosen_scores, rejected_scores):
@@ -140,143 +122,162 @@ def preference_loss(chosen_scores, rejected_scores):
     return loss, metrics
 
 
-# ---- the task: pairs of completions
+def microbatch_loss(policy, part):
+    """preference_loss of a microbatch, and its metrics with the number of pairs they sum over."""
+    chosen_scores, rejected_scores = pair_scores(policy, part)
+    loss, metrics = preference_loss(chosen_scores, rejected_scores)
+    metrics["num_pairs"] = torch.tensor(len(part["rows"]))
+    return loss, metrics
 
 
-def load_splits(dataset, num_held_out):
-    """Return (training rows, held-out rows): the test or validation split, else the last num_held_out rows."""
-    disable_progress_bars()
-    kinds = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
-    path = Path(dataset)
-    name, _, config = (dataset, "", "") if path.exists() else dataset.partition(":")
-    try:
-        if path.is_file():
-            splits = load_dataset(kinds.get(path.suffix, "json"), data_files=dataset)
-        else:
-            configs = get_dataset_config_names(name)
-            usual = configs if len(configs) == 1 else [c for c in ("main", "default") if c in configs]
-            config = config or (usual[0] if usual else "")
-            if config not in configs:
-                raise ValueError(f"choose one of its configs, as in {name}:{configs[0]}; it has {', '.join(configs)}")
-            splits = load_dataset(name, config)
-    except Exception as error:  # whatever the dirt of a file or the hub brings up, the user needs the one line
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise SystemExit(f"--dataset {dataset}: cannot be loaded: {reason}") from None
-    train = splits.get("train", [])
-    held_out = next((splits[split] for split in ("test", "validation") if split in splits), None)
-    if held_out is None and len(train) > num_held_out:
-        held_out = train.select(list(range(len(train) - num_held_out, len(train))))
-        train = train.select(range(len(train) - num_held_out))
-    if held_out is None or len(train) == 0:
-        raise SystemExit(
-            f"--dataset {dataset}: {len(train)} training rows, and splits {', '.join(splits)}: too few, with "
-            f"--eval-prompts {num_held_out} to hold out where there is no test split"
-        )
-    return train, held_out.select(range(min(num_held_out, len(held_out))))
+def accumulate_gradients(policy, batch, rows, divisor, args):
+    """Add the gradients of preference_loss over these rows of every rank, divided by divisor; return summed metrics."""
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    totals = {}
+    for part in microbatches(batch, rows, args.microbatch_tokens):
+        loss, metrics = microbatch_loss(policy, part)
+        (loss * (world_size / divisor)).backward()  # times world_size: FSDP averages gradients over ranks
+        add_metrics(totals, metrics)
+    return totals
 
 
-def encode_prompt(tokenizer, prompt, system_prompt):
-    """Return the token ids of a prompt (a string or a list of chat messages), up to where the completion begins."""
-    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-    if system_prompt and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": system_prompt}, *messages]
-    if tokenizer.chat_template is None:
-        return tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]
-    encoding = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
-    return encoding["input_ids"]
+def main(args):
+    rank, world_size, device = init_ranks()
+    args = resolve_args(args)
+    check_args(args, world_size)
+    torch.manual_seed(args.seed)  # of the new scalar head
+    model, tokenizer = load_reward_model(args.model, device)
+    pad_id = tokenizer.pad_token_id
+    stop_id = find_stop_ids(model, tokenizer)[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+    train_pairs, eval_pairs, report = load_pairs(
+        args.dataset,
+        tokenizer,
+        args.system_prompt,
+        args.max_prompt_length,
+        args.max_completion_length,
+        args.eval_prompts,
+        stop_id,
+    )
+    check_model(model, train_pairs[0]["prompt_ids"], args.max_prompt_length + args.max_completion_length, stop_id)
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    policy = shard(ScoreModel(model).train(), device)
+    optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    last_step = open_run(args, policy, optimizer, tokenizer, report)
+    stop_signals = catch_signals()
+    progress = tqdm(
+        total=args.num_steps, initial=max(0, last_step), desc=Path(__file__).stem, unit="step", disable=rank > 0
+    )
+
+    for step in range(last_step + 1, args.num_steps + 1):  # step 0 only evaluates
+        metrics, start = {}, time.perf_counter()
+        if step > 0:
+            # batch: this rank's share of the step's pairs
+            picked = pick_rows(train_pairs, (step - 1) * args.minibatch_size, args.minibatch_size, args.seed)
+            share = picked[rank::world_size]
+            batch = collate_pairs(share, pad_id, device)
+            rows = torch.arange(len(share), device=device)
+
+            # update: one optimizer step; the learning rate rises, then falls to 0 on a cosine
+            divisor = args.minibatch_size  # a mean over pairs
+            optimizer.zero_grad()
+            totals = accumulate_gradients(policy, batch, rows, divisor, args)
+            decay = (step - args.warmup_steps) / max(1, args.num_steps - args.warmup_steps)
+            factor = 0.5 * (1 + math.cos(math.pi * max(0.0, decay)))
+            learning_rate = args.learning_rate * min(step / max(1, args.warmup_steps), factor)
+            grad_norm = step_optimizer(policy, optimizer, learning_rate, args.max_grad_norm)
+            check_finite(step, grad_norm, args.run_dir)
+
+            # metrics of the step over all ranks
+            metrics = step_metrics(totals, divisor, start)
+            metrics |= {"optim/grad_norm": grad_norm, "optim/learning_rate": learning_rate}
+
+        # evaluation, logs, saving
+        if eval_pairs and (step % args.eval_every == 0 or step == args.num_steps):
+            metrics |= evaluate(policy, eval_pairs, pad_id, args, rank, world_size)
+        if rank == 0:
+            log_step(args, step, metrics, progress)
+        stopping = all_reduce(len(stop_signals)) > 0
+        if step > 0 and (stopping or step == args.num_steps or step % args.save_every == 0):
+            save(args.run_dir, policy, optimizer, tokenizer, step)
+        if stopping:
+            break
+
+    progress.close()
+    wandb.finish()
+    if rank == 0:
+        print_summary(args)
 
 
-def split_pair(row, has_template):
-    """Return (prompt, chosen, rejected) of a row, the prompt a string or a list of chat messages, None if not shared.
+# ---- below: plumbing, byte-identical in every script that has it, in the order in which main calls it
 
-    chosen and rejected are completions of the row's prompt, as strings or lists of messages; or whole conversations,
-    as lists; or whole dialogues, as strings in the form of Anthropic's HH.
-    """
-    prompt, chosen, rejected = row.get("prompt"), row["chosen"] or "", row["rejected"] or ""
-    if isinstance(chosen, list) or isinstance(rejected, list):
-        before = prompt if isinstance(prompt, list) else []
-        # What is not a whole conversation goes on from the prompt.
-        whole = [list(m) if m and m[: len(before)] == before else [*before, *m] for m in (chosen, rejected)]
-        if before or any(len(messages) > 1 for messages in whole):
-            prompt = whole[0][:-1] if whole[0][:-1] == whole[1][:-1] else None
-        return prompt, *(m[-1]["content"] or "" if m and m[-1]["role"] == "assistant" else "" for m in whole)
-    if prompt is None:
-        end = os.path.commonprefix([chosen, rejected]).rfind("\n\nAssistant:") + len("\n\nAssistant:")
-        if end < len("\n\nAssistant:"):
-            return None, chosen, rejected
-        prompt, chosen, rejected = chosen[:end], chosen[end:], rejected[end:]
-        if has_template:
-            turns = re.split(r"\n\n(Human|Assistant):", prompt)[1:-2]  # speaker, text, speaker, text, ...
-            roles = {"Human": "user", "Assistant": "assistant"}
-            prompt = [{"role": roles[who], "content": what.strip()} for who, what in zip(turns[::2], turns[1::2])]
-            chosen, rejected = chosen.strip(), rejected.strip()
-    return prompt if isinstance(prompt, list) or prompt.strip() else None, chosen, rejected
+HERE = Path(__file__).resolve().parent
+MODEL, DATASET = str(HERE / "models" / "tiny"), str(HERE / "data" / "preferences")
+DEFAULTS = {field.name: tuple(field.metadata.values()) for field in fields(Args) if field.metadata}
 
 
-def load_pairs(dataset, tokenizer, system_prompt, max_prompt_length, max_completion_length, num_held_out, stop_id):
-    """Return training and held-out pairs, lists of {prompt_ids, chosen_ids, rejected_ids, kind}, and a report of what
-    was dropped. Completions end in stop_id.
-    """
-    loaded, report = [], []
-    for split, rows in zip(("training", "held-out"), load_splits(dataset, num_held_out)):
-        if not {"chosen", "rejected"} <= set(rows.column_names):
-            raise SystemExit(
-                f"--dataset {dataset}: needs the columns chosen and rejected; found {', '.join(rows.column_names)}"
-            )
-        pairs, dropped = [], dict.fromkeys(("without shared prompt", "empty", "identical", "too long"), 0)
-        for row in rows:
-            prompt, *completions = split_pair(row, tokenizer.chat_template is not None)
-            if not prompt:
-                dropped["without shared prompt"] += 1
-            elif not all(completion.strip() for completion in completions):
-                dropped["empty"] += 1
-            else:
-                prompt_ids = encode_prompt(tokenizer, prompt, system_prompt)
-                encoded = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in completions]
-                chosen_ids, rejected_ids = (ids if ids[-1:] == [stop_id] else [*ids, stop_id] for ids in encoded)
-                if chosen_ids == rejected_ids:
-                    dropped["identical"] += 1
-                elif (
-                    len(prompt_ids) > max_prompt_length
-                    or max(map(len, (chosen_ids, rejected_ids))) > max_completion_length
-                ):
-                    dropped["too long"] += 1
-                else:
-                    pair = {"prompt_ids": prompt_ids, "chosen_ids": chosen_ids, "rejected_ids": rejected_ids}
-                    pairs.append({**pair, "kind": row.get("kind")})
-        counts = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
-        report.append(
-            f"{len(pairs)} {split} pairs; dropped: {counts} (over {max_prompt_length} + {max_completion_length} tokens)"
-        )
-        if not pairs and (split == "training" or num_held_out):
-            raise SystemExit(f"--dataset {dataset}: {report[-1]}")
-        loaded.append(pairs)
-    return *loaded, "\n".join(report)
+def init_ranks():
+    """Join the processes that torchrun started, if it did; return rank, world size and device."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    if dist.is_torchelastic_launched() and not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=2))
+    return (dist.get_rank(), dist.get_world_size(), device) if dist.is_initialized() else (0, 1, device)
 
 
-def pad_left(rows, pad_id, device):
-    """Return ids and mask (B, P) of lists of token ids, padded on the left."""
-    width = max(map(len, rows))
-    ids = torch.tensor([[pad_id] * (width - len(row)) + row for row in rows], device=device)
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
-    return ids, mask
+def resolve_args(args):
+    """Return the settings of the run to resume, else args with the defaults of its model filled in."""
+    names = [field.name for field in fields(Args)]
+    if args.resume:
+        changed = [f.name for f in fields(Args) if getattr(args, f.name) != f.default]
+        changed = [name for name in changed if name not in ("resume", "num_steps")]
+        path = Path(args.resume) / "args.json"
+        if changed:
+            flags = ", ".join("--" + name.replace("_", "-") for name in changed)
+            raise SystemExit(f"--resume takes its settings from {path}: drop {flags}; only --num-steps may be given")
+        if not path.is_file():
+            raise SystemExit(f"--resume {args.resume}: not the folder of a run, it has no args.json")
+        saved = json.loads(path.read_text())
+        if sorted(saved) != sorted(names):
+            raise SystemExit(f"--resume {args.resume}: a run of another script or version")
+        num_steps = saved["num_steps"] if args.num_steps is None else args.num_steps
+        return Args(**{**saved, "resume": args.resume, "run_dir": args.resume, "num_steps": num_steps})
+    values = {name: getattr(args, name) for name in names}
+    for name, defaults in DEFAULTS.items():
+        values[name] = defaults[not is_embedded(args.model)] if values[name] is None else values[name]
+    values |= {"model": args.model or MODEL, "dataset": args.dataset or DATASET}
+    run_dir = [args.run_dir or f"runs/{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"]
+    if dist.is_initialized():
+        dist.broadcast_object_list(run_dir)  # the clocks of ranks differ
+    return Args(**{**values, "run_dir": run_dir[0]})
 
 
-def collate_pairs(pairs, pad_id, device):
-    """Return a batch of tensors: prompts padded on the left, completions on the right."""
-    prompt_ids, prompt_mask = pad_left([pair["prompt_ids"] for pair in pairs], pad_id, device)
-    batch = {"prompt_ids": prompt_ids, "prompt_mask": prompt_mask}
-    width = max(len(pair[key]) for pair in pairs for key in ("chosen_ids", "rejected_ids"))
-    for key in ("chosen", "rejected"):
-        rows = [pair[f"{key}_ids"] for pair in pairs]
-        batch[f"{key}_ids"] = torch.tensor([row + [pad_id] * (width - len(row)) for row in rows], device=device)
-        batch[f"{key}_mask"] = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
-    longer = torch.maximum(batch["chosen_mask"].sum(1), batch["rejected_mask"].sum(1))
-    batch["lengths"] = 2 * (prompt_mask.sum(1) + longer)  # tokens of both, padded to the longer
-    return batch
+def is_embedded(model):
+    """Is this models/tiny, or what one of these scripts made of it?"""
+    config = Path(model or HERE / "models" / "tiny") / "config.json"
+    return model is None or (config.is_file() and json.loads(config.read_text()).get("vocab_size", math.inf) < 100)
 
 
-# ---- plumbing: models, scores
+def check_args(args, world_size):
+    """Exit with one line if the settings cannot work."""
+    at_least_1 = ("prompts_per_step", "group_size", "max_prompt_length", "max_completion_length", "minibatch_size")
+    at_least_1 += ("microbatch_tokens", "update_epochs", "max_rounds", "eval_every", "save_every")
+    for name, value in vars(args).items():
+        flag = f"--{name.replace('_', '-')} {value}"
+        if (name in ("temperature", "max_grad_norm") or name.endswith("learning_rate")) and not 0 < value < math.inf:
+            raise SystemExit(f"{flag}: must be positive")
+        if type(value) in (int, float) and value < (name in at_least_1) and name != "seed":
+            raise SystemExit(f"{flag}: must be at least {int(name in at_least_1)}")
+        if name in ("prompts_per_step", "minibatch_size") and value % world_size:
+            raise SystemExit(f"{flag} does not divide over {world_size} ranks")
+    sizes = {name: getattr(args, name) for name in ("prompts_per_step", "group_size") if hasattr(args, name)}
+    if sizes and math.prod(sizes.values()) % getattr(args, "minibatch_size", 1):
+        product = " times ".join(f"--{name.replace('_', '-')} {size}" for name, size in sizes.items())
+        raise SystemExit(f"{product} is not a multiple of --minibatch-size {args.minibatch_size}")
+    if not args.resume and Path(args.run_dir).exists():
+        raise SystemExit(f"--run-dir {args.run_dir} exists: choose another, or go on with --resume {args.run_dir}")
 
 
 def load_reward_model(name, device):
@@ -326,34 +327,115 @@ def find_stop_ids(model, tokenizer):
     return sorted(stop_ids)
 
 
-def hidden_states(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
-    """Last hidden states (B, W, D) of prompts and completions, all padding moved to the right, and lengths (B,)."""
-    ids = torch.cat([prompt_ids, completion_ids], 1)  # (B, P + T)
-    mask = torch.cat([prompt_mask.bool(), completion_mask.bool()], 1)
-    lengths = mask.sum(1)
-    # A causal model then needs neither attention mask nor position ids.
-    order = (~mask).long().argsort(dim=1, stable=True)[:, : lengths.max()]
-    with torch.autocast("cuda", torch.bfloat16, enabled=torch.cuda.is_available()):
-        hidden = model.base_model(input_ids=ids.gather(1, order), use_cache=False).last_hidden_state
-    return hidden, lengths
+def load_pairs(dataset, tokenizer, system_prompt, max_prompt_length, max_completion_length, num_held_out, stop_id):
+    """Return training and held-out pairs, lists of {prompt_ids, chosen_ids, rejected_ids, kind}, and a report of what
+    was dropped. Completions end in stop_id.
+    """
+    loaded, report = [], []
+    for split, rows in zip(("training", "held-out"), load_splits(dataset, num_held_out)):
+        if not {"chosen", "rejected"} <= set(rows.column_names):
+            raise SystemExit(
+                f"--dataset {dataset}: needs the columns chosen and rejected; found {', '.join(rows.column_names)}"
+            )
+        pairs, dropped = [], dict.fromkeys(("without shared prompt", "empty", "identical", "too long"), 0)
+        for row in rows:
+            prompt, *completions = split_pair(row, tokenizer.chat_template is not None)
+            if not prompt:
+                dropped["without shared prompt"] += 1
+            elif not all(completion.strip() for completion in completions):
+                dropped["empty"] += 1
+            else:
+                prompt_ids = encode_prompt(tokenizer, prompt, system_prompt)
+                encoded = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in completions]
+                chosen_ids, rejected_ids = (ids if ids[-1:] == [stop_id] else [*ids, stop_id] for ids in encoded)
+                if chosen_ids == rejected_ids:
+                    dropped["identical"] += 1
+                elif (
+                    len(prompt_ids) > max_prompt_length
+                    or max(map(len, (chosen_ids, rejected_ids))) > max_completion_length
+                ):
+                    dropped["too long"] += 1
+                else:
+                    pair = {"prompt_ids": prompt_ids, "chosen_ids": chosen_ids, "rejected_ids": rejected_ids}
+                    pairs.append({**pair, "kind": row.get("kind")})
+        counts = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
+        report.append(
+            f"{len(pairs)} {split} pairs; dropped: {counts} (over {max_prompt_length} + {max_completion_length} tokens)"
+        )
+        if not pairs and (split == "training" or num_held_out):
+            raise SystemExit(f"--dataset {dataset}: {report[-1]}")
+        loaded.append(pairs)
+    return *loaded, "\n".join(report)
 
 
-def sequence_scores(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
-    """Scores (B,) of completions: the scalar head at the last token of each, which length finds and not its id."""
-    hidden, lengths = hidden_states(model, prompt_ids, prompt_mask, completion_ids, completion_mask)
-    last = hidden[torch.arange(len(hidden), device=hidden.device), lengths - 1]  # (B, D)
-    return model.score(last.to(model.score.weight.dtype)).squeeze(1)
+def load_splits(dataset, num_held_out):
+    """Return (training rows, held-out rows): the test or validation split, else the last num_held_out rows."""
+    disable_progress_bars()
+    kinds = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+    path = Path(dataset)
+    name, _, config = (dataset, "", "") if path.exists() else dataset.partition(":")
+    try:
+        if path.is_file():
+            splits = load_dataset(kinds.get(path.suffix, "json"), data_files=dataset)
+        else:
+            configs = get_dataset_config_names(name)
+            usual = configs if len(configs) == 1 else [c for c in ("main", "default") if c in configs]
+            config = config or (usual[0] if usual else "")
+            if config not in configs:
+                raise ValueError(f"choose one of its configs, as in {name}:{configs[0]}; it has {', '.join(configs)}")
+            splits = load_dataset(name, config)
+    except Exception as error:  # whatever the dirt of a file or the hub brings up, the user needs the one line
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise SystemExit(f"--dataset {dataset}: cannot be loaded: {reason}") from None
+    train = splits.get("train", [])
+    held_out = next((splits[split] for split in ("test", "validation") if split in splits), None)
+    if held_out is None and len(train) > num_held_out:
+        held_out = train.select(list(range(len(train) - num_held_out, len(train))))
+        train = train.select(range(len(train) - num_held_out))
+    if held_out is None or len(train) == 0:
+        raise SystemExit(
+            f"--dataset {dataset}: {len(train)} training rows, and splits {', '.join(splits)}: too few, with "
+            f"--eval-prompts {num_held_out} to hold out where there is no test split"
+        )
+    return train, held_out.select(range(min(num_held_out, len(held_out))))
 
 
-class ScoreModel(nn.Module):
-    """The unit that is sharded: its forward returns scores, so the scalar head is gathered with the rest."""
+def split_pair(row, has_template):
+    """Return (prompt, chosen, rejected) of a row, the prompt a string or a list of chat messages, None if not shared.
 
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
+    chosen and rejected are completions of the row's prompt, as strings or lists of messages; or whole conversations,
+    as lists; or whole dialogues, as strings in the form of Anthropic's HH.
+    """
+    prompt, chosen, rejected = row.get("prompt"), row["chosen"] or "", row["rejected"] or ""
+    if isinstance(chosen, list) or isinstance(rejected, list):
+        before = prompt if isinstance(prompt, list) else []
+        # What is not a whole conversation goes on from the prompt.
+        whole = [list(m) if m and m[: len(before)] == before else [*before, *m] for m in (chosen, rejected)]
+        if before or any(len(messages) > 1 for messages in whole):
+            prompt = whole[0][:-1] if whole[0][:-1] == whole[1][:-1] else None
+        return prompt, *(m[-1]["content"] or "" if m and m[-1]["role"] == "assistant" else "" for m in whole)
+    if prompt is None:
+        end = os.path.commonprefix([chosen, rejected]).rfind("\n\nAssistant:") + len("\n\nAssistant:")
+        if end < len("\n\nAssistant:"):
+            return None, chosen, rejected
+        prompt, chosen, rejected = chosen[:end], chosen[end:], rejected[end:]
+        if has_template:
+            turns = re.split(r"\n\n(Human|Assistant):", prompt)[1:-2]  # speaker, text, speaker, text, ...
+            roles = {"Human": "user", "Assistant": "assistant"}
+            prompt = [{"role": roles[who], "content": what.strip()} for who, what in zip(turns[::2], turns[1::2])]
+            chosen, rejected = chosen.strip(), rejected.strip()
+    return prompt if isinstance(prompt, list) or prompt.strip() else None, chosen, rejected
 
-    def forward(self, *args):
-        return sequence_scores(self.model, *args)
+
+def encode_prompt(tokenizer, prompt, system_prompt):
+    """Return the token ids of a prompt (a string or a list of chat messages), up to where the completion begins."""
+    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    if system_prompt and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system_prompt}, *messages]
+    if tokenizer.chat_template is None:
+        return tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]
+    encoding = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
+    return encoding["input_ids"]
 
 
 @torch.no_grad()
@@ -373,87 +455,23 @@ def check_model(model, prompt_ids, max_length, stop_id):
         raise SystemExit("Hugging Face reads the score of this model elsewhere than at its last token")
 
 
-def microbatches(lengths, max_tokens):
-    """Cut rows, longest first, into index tensors of at most max_tokens padded tokens each; a longer row stands alone.
-
-    Every rank returns equally many (forward and backward passes are collective): a rank that has fewer adds None.
-    """
-    batches, longest = [], 0
-    for row in lengths.argsort(descending=True, stable=True).tolist():
-        if batches and (len(batches[-1]) + 1) * longest <= max_tokens:
-            batches[-1].append(row)
-        else:
-            batches.append([row])
-            longest = int(lengths[row])
-    count = int(all_reduce(max(1, len(batches)), dist.ReduceOp.MAX))
-    return [torch.tensor(batch, device=lengths.device) for batch in batches] + [None] * (count - len(batches))
+def sequence_scores(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
+    """Scores (B,) of completions: the scalar head at the last token of each, which length finds and not its id."""
+    hidden, lengths = hidden_states(model, prompt_ids, prompt_mask, completion_ids, completion_mask)
+    last = hidden[torch.arange(len(hidden), device=hidden.device), lengths - 1]  # (B, D)
+    return model.score(last.to(model.score.weight.dtype)).squeeze(1)
 
 
-def accumulate_gradients(policy, batch, divisor, args):
-    """Add the gradients of preference_loss over a batch of pairs of every rank, divided by divisor.
-
-    Returns summed metrics, and the margin of each pair of this rank (n,).
-    """
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    totals, margins = {}, torch.zeros(len(batch["lengths"]), device=batch["lengths"].device)
-    for index in microbatches(batch["lengths"], args.microbatch_tokens):
-        part = {key: value[:1] if index is None else value[index] for key, value in batch.items()}
-        scores = policy(
-            part["prompt_ids"].repeat(2, 1),
-            part["prompt_mask"].repeat(2, 1),
-            torch.cat([part["chosen_ids"], part["rejected_ids"]]),
-            torch.cat([part["chosen_mask"], part["rejected_mask"]]),
-        )
-        chosen_scores, rejected_scores = scores.chunk(2)
-        loss, metrics = preference_loss(chosen_scores, rejected_scores)
-        if index is None:  # no pair is left on this rank, but the others wait for its passes
-            loss, metrics = 0.0 * scores.sum(), {key: torch.zeros_like(value) for key, value in metrics.items()}
-        else:
-            margins[index] = (chosen_scores - rejected_scores).detach().to(margins.dtype)
-        if torch.is_grad_enabled():
-            (loss * (world_size / divisor)).backward()  # times world_size: FSDP averages gradients over ranks
-        add_metrics(totals, metrics)
-    return totals, margins
-
-
-def step_optimizer(policy, optimizer, learning_rate, max_grad_norm):
-    """Clip the gradients and make a step, or none if they are not finite; return their norm before clipping."""
-    grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), max_grad_norm)
-    grad_norm = float(grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm)
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate
-    if math.isfinite(grad_norm):
-        optimizer.step()
-    return grad_norm
-
-
-def add_metrics(totals, metrics):
-    """Add metrics to totals; where the key ends in _max, keep the larger."""
-    for key, value in metrics.items():
-        before = totals.get(key, torch.zeros_like(value))
-        totals[key] = torch.maximum(before, value) if key.endswith("_max") else before + value
-
-
-# ---- plumbing: ranks, saving, resuming
-
-
-def init_ranks():
-    """Join the processes that torchrun started, if it did; return rank, world size and device."""
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(device)
-    if dist.is_torchelastic_launched() and not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=2))
-    return (dist.get_rank(), dist.get_world_size(), device) if dist.is_initialized() else (0, 1, device)
-
-
-def all_reduce(values, op=dist.ReduceOp.SUM):
-    """Return a number, or a list of numbers, summed (or otherwise reduced) over ranks, in float64."""
-    values = torch.as_tensor(values, dtype=torch.float64)
-    if dist.is_initialized():
-        dist.all_reduce(values, op)
-    return values.tolist()
+def hidden_states(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
+    """Last hidden states (B, W, D) of prompts and completions, all padding moved to the right, and lengths (B,)."""
+    ids = torch.cat([prompt_ids, completion_ids], 1)  # (B, P + T)
+    mask = torch.cat([prompt_mask.bool(), completion_mask.bool()], 1)
+    lengths = mask.sum(1)
+    # A causal model then needs neither attention mask nor position ids.
+    order = (~mask).long().argsort(dim=1, stable=True)[:, : lengths.max()]
+    with torch.autocast("cuda", torch.bfloat16, enabled=torch.cuda.is_available()):
+        hidden = model.base_model(input_ids=ids.gather(1, order), use_cache=False).last_hidden_state
+    return hidden, lengths
 
 
 def shard(policy, device):
@@ -467,65 +485,18 @@ def shard(policy, device):
     return policy
 
 
-def on_rank_0(function, *args):
-    """Call function on one rank, while the others wait."""
-    if not dist.is_initialized():
-        return function(*args)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        function(*args)
-    dist.barrier()
+class ScoreModel(nn.Module):
+    """The unit that is sharded: its forward returns scores, so the scalar head is gathered with the rest."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args):
+        return sequence_scores(self.model, *args)
 
 
-def save(run_dir, policy, optimizer, tokenizer, step):
-    """Write state/<step>, which appears complete or not at all, remove older ones, then write checkpoint/."""
-    model_state, optimizer_state = get_state_dict(policy, optimizer)
-    state, unfinished = {"model": model_state, "optimizer": optimizer_state}, run_dir / "state" / "unfinished"
-    on_rank_0(shutil.rmtree, unfinished, True)
-    with warnings.catch_warnings(action="ignore"):  # that one process saves alone is meant
-        dcp.save(state, checkpoint_id=unfinished, no_dist=not dist.is_initialized())
-
-    def publish():
-        unfinished.rename(run_dir / "state" / f"{step:08d}")
-        for path in (run_dir / "state").iterdir():
-            if path.name != f"{step:08d}":
-                shutil.rmtree(path)
-
-    on_rank_0(publish)
-    save_checkpoint(run_dir, policy, tokenizer)
-
-
-def save_checkpoint(run_dir, policy, tokenizer):
-    """Write checkpoint/, a Hugging Face folder with the float32 parameters and the tokenizer."""
-    state = get_model_state_dict(policy, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-
-    def publish():
-        unfinished = run_dir / "checkpoint.unfinished"
-        shutil.rmtree(unfinished, ignore_errors=True)
-        policy.model.save_pretrained(
-            unfinished, state_dict={key.removeprefix("model."): state[key] for key in state if key.startswith("model.")}
-        )
-        tokenizer.save_pretrained(unfinished)
-        shutil.rmtree(run_dir / "checkpoint", ignore_errors=True)
-        unfinished.rename(run_dir / "checkpoint")
-
-    on_rank_0(publish)
-
-
-def load_state(run_dir, policy, optimizer):
-    """Load the newest complete state and return its step, or 0 if there is none."""
-    steps = sorted(path for path in (run_dir / "state").glob("*") if path.name.isdigit())
-    if not steps:
-        return 0
-    model_state, optimizer_state = get_state_dict(policy, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state}
-    with warnings.catch_warnings(action="ignore"):  # that one process loads alone is meant
-        dcp.load(state, checkpoint_id=steps[-1], no_dist=not dist.is_initialized())
-    set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    return int(steps[-1].name)
-
-
-def open_run(args, policy, optimizer, tokenizer):
+def open_run(args, policy, optimizer, tokenizer, report):
     """Make the run folder, or load the state of the run to resume and drop what was logged after it.
 
     Returns the last step done, -1 where nothing was saved.
@@ -546,7 +517,6 @@ def open_run(args, policy, optimizer, tokenizer):
     on_rank_0(prepare)
     if last_step > 0:
         save_checkpoint(run_dir, policy, tokenizer)  # it may be older than the state
-    is_main = not dist.is_initialized() or dist.get_rank() == 0
     wandb.init(
         project=args.wandb_project,
         name=run_dir.name,
@@ -554,9 +524,26 @@ def open_run(args, policy, optimizer, tokenizer):
         resume="allow",
         dir=run_dir,
         config=asdict(args),
-        mode=None if args.track and is_main else "disabled",
+        mode=None if args.track and is_rank_0() else "disabled",
     )
+    if is_rank_0():
+        millions = sum(parameter.numel() for parameter in policy.parameters()) / 1e6
+        num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+        print(f"{report}\n{run_dir}: {millions:.1f} M parameters on {num_ranks} x {policy.model.device.type}")
     return last_step
+
+
+def load_state(run_dir, policy, optimizer):
+    """Load the newest complete state and return its step, or 0 if there is none."""
+    steps = sorted(path for path in (run_dir / "state").glob("*") if path.name.isdigit())
+    if not steps:
+        return 0
+    model_state, optimizer_state = dcp_state.get_state_dict(policy, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    with warnings.catch_warnings(action="ignore"):  # that one process loads alone is meant
+        dcp.load(state, checkpoint_id=steps[-1], no_dist=not dist.is_initialized())
+    dcp_state.set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    return int(steps[-1].name)
 
 
 def write_whole(path, text):
@@ -565,9 +552,37 @@ def write_whole(path, text):
     path.with_suffix(".unfinished").replace(path)
 
 
-def append_line(path, row):
-    with path.open("a") as file:
-        file.write(json.dumps(row) + "\n")
+def on_rank_0(function, *args):
+    """Call function on one rank, while the others wait."""
+    if not dist.is_initialized():
+        return function(*args)
+    dist.barrier()
+    if is_rank_0():
+        function(*args)
+    dist.barrier()
+
+
+def is_rank_0():
+    """Is this the process that writes and prints?"""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def save_checkpoint(run_dir, policy, tokenizer):
+    """Write checkpoint/, a Hugging Face folder with the float32 parameters and the tokenizer."""
+    options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = dcp_state.get_model_state_dict(policy, options=options)
+    checkpoint, unfinished = Path(run_dir) / "checkpoint", Path(run_dir) / "checkpoint.unfinished"
+
+    def publish():
+        shutil.rmtree(unfinished, ignore_errors=True)
+        policy.model.save_pretrained(
+            unfinished, state_dict={key.removeprefix("model."): state[key] for key in state if key.startswith("model.")}
+        )
+        tokenizer.save_pretrained(unfinished)
+        shutil.rmtree(checkpoint, ignore_errors=True)
+        unfinished.rename(checkpoint)
+
+    on_rank_0(publish)
 
 
 def catch_signals():
@@ -584,59 +599,6 @@ def catch_signals():
     return received
 
 
-def is_embedded(model):
-    """Is this models/tiny, or what one of these scripts made of it?"""
-    config = Path(model or HERE / "models" / "tiny") / "config.json"
-    return model is None or (config.is_file() and json.loads(config.read_text()).get("vocab_size", math.inf) < 100)
-
-
-def resolve_args(args):
-    """Return the settings of the run to resume, else args with the defaults of its model filled in."""
-    names = [field.name for field in fields(Args)]
-    if args.resume:
-        changed = [f.name for f in fields(Args) if getattr(args, f.name) != f.default]
-        changed = [name for name in changed if name not in ("resume", "num_steps")]
-        path = Path(args.resume) / "args.json"
-        if changed:
-            flags = ", ".join("--" + name.replace("_", "-") for name in changed)
-            raise SystemExit(f"--resume takes its settings from {path}: drop {flags}; only --num-steps may be given")
-        if not path.is_file():
-            raise SystemExit(f"--resume {args.resume}: not the folder of a run, it has no args.json")
-        saved = json.loads(path.read_text())
-        if sorted(saved) != sorted(names):
-            raise SystemExit(f"--resume {args.resume}: a run of another script or version")
-        num_steps = saved["num_steps"] if args.num_steps is None else args.num_steps
-        return Args(**{**saved, "resume": args.resume, "run_dir": args.resume, "num_steps": num_steps})
-    values = {name: getattr(args, name) for name in names}
-    for name, defaults in DEFAULTS.items():
-        values[name] = defaults[not is_embedded(args.model)] if values[name] is None else values[name]
-    values |= {"model": args.model or MODEL, "dataset": args.dataset or DATASET}
-    run_dir = [args.run_dir or f"runs/{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"]
-    if dist.is_initialized():
-        dist.broadcast_object_list(run_dir)  # the clocks of ranks differ
-    return Args(**{**values, "run_dir": run_dir[0]})
-
-
-def check_args(args, world_size):
-    """Exit with one line if the settings cannot work."""
-    least = dict.fromkeys(("num_steps", "warmup_steps", "eval_prompts"), 0)
-    least |= dict.fromkeys(("max_prompt_length", "max_completion_length", "minibatch_size"), 1)
-    least |= dict.fromkeys(("microbatch_tokens", "eval_every", "save_every"), 1)
-    for name, value in least.items():
-        if getattr(args, name) < value:
-            raise SystemExit(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {value}")
-    for name in ("learning_rate", "max_grad_norm"):
-        if not 0 < getattr(args, name) < math.inf:
-            raise SystemExit(f"--{name.replace('_', '-')} {getattr(args, name)}: must be positive")
-    if args.minibatch_size % world_size:
-        raise SystemExit(f"--minibatch-size {args.minibatch_size} does not divide over {world_size} ranks")
-    if not args.resume and Path(args.run_dir).exists():
-        raise SystemExit(f"--run-dir {args.run_dir} exists: choose another, or go on with --resume {args.run_dir}")
-
-
-# ---- metrics, evaluation
-
-
 def pick_rows(rows, start, count, seed):
     """Return places start to start + count of an endless sequence of passes over the rows, each in its own order."""
     picked = []
@@ -647,6 +609,114 @@ def pick_rows(rows, start, count, seed):
     return picked
 
 
+def collate_pairs(pairs, pad_id, device):
+    """Return a batch of tensors: prompts padded on the left, completions on the right."""
+    prompt_ids, prompt_mask = pad_left([pair["prompt_ids"] for pair in pairs], pad_id, device)
+    batch = {"prompt_ids": prompt_ids, "prompt_mask": prompt_mask}
+    width = max(len(pair[key]) for pair in pairs for key in ("chosen_ids", "rejected_ids"))
+    for key in ("chosen", "rejected"):
+        rows = [pair[f"{key}_ids"] for pair in pairs]
+        batch[f"{key}_ids"] = torch.tensor([row + [pad_id] * (width - len(row)) for row in rows], device=device)
+        batch[f"{key}_mask"] = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=device)
+    longer = torch.maximum(batch["chosen_mask"].sum(1), batch["rejected_mask"].sum(1))
+    batch["lengths"] = 2 * (prompt_mask.sum(1) + longer)  # tokens of both, padded to the longer
+    return batch
+
+
+def pad_left(rows, pad_id, device):
+    """Return ids and mask (B, P) of lists of token ids, padded on the left."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[pad_id] * (width - len(row)) + row for row in rows], device=device)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
+    return ids, mask
+
+
+def microbatches(batch, rows, max_tokens):
+    """Cut rows of a batch, longest first, into parts of at most max_tokens padded tokens; a longer row stands alone.
+
+    Forward and backward passes are collective, so every rank yields equally many parts: one that has fewer adds parts
+    of no rows, where the first row of the batch stands in and its masks are 0.
+    """
+    parts, longest, lengths = [], 0, batch["lengths"][rows]
+    for place in lengths.argsort(descending=True, stable=True).tolist():
+        if parts and (len(parts[-1]) + 1) * longest <= max_tokens:
+            parts[-1].append(place)
+        else:
+            parts.append([place])
+            longest = int(lengths[place])
+    for number in range(int(all_reduce(max(1, len(parts)), dist.ReduceOp.MAX))):
+        if number < len(parts):
+            index = rows[parts[number]]
+            yield {"rows": index} | {key: value[index] for key, value in batch.items()}
+        else:
+            part = {key: value[:1] for key, value in batch.items()}
+            masks = [key for key in part if key.endswith("mask") and key != "prompt_mask"]
+            yield part | {key: torch.zeros_like(part[key]) for key in masks} | {"rows": rows[:0]}
+
+
+def all_reduce(values, op=dist.ReduceOp.SUM):
+    """Return a number, or a list of numbers, summed (or otherwise reduced) over ranks, in float64."""
+    values = torch.as_tensor(values, dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(values, op)
+    return values.tolist()
+
+
+def pair_scores(policy, part):
+    """Scores of the chosen and the rejected completions of a microbatch, each (n,)."""
+    scores = policy(
+        part["prompt_ids"].repeat(2, 1),
+        part["prompt_mask"].repeat(2, 1),
+        torch.cat([part["chosen_ids"], part["rejected_ids"]]),
+        torch.cat([part["chosen_mask"], part["rejected_mask"]]),
+    )
+    chosen, rejected = scores.chunk(2)
+    num_pairs = len(part["rows"])  # 0 where this rank only keeps step with the others
+    return chosen[:num_pairs], rejected[:num_pairs]
+
+
+def add_metrics(totals, metrics):
+    """Add metrics to totals; where the key ends in _max, keep the larger."""
+    for key, value in metrics.items():
+        before = totals.get(key, torch.zeros_like(value))
+        totals[key] = torch.maximum(before, value) if key.endswith("_max") else before + value
+
+
+def step_optimizer(policy, optimizer, learning_rate, max_grad_norm):
+    """Clip the gradients and make a step, or none if they are not finite; return their norm before clipping."""
+    grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), max_grad_norm)
+    grad_norm = float(grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    if math.isfinite(grad_norm):
+        optimizer.step()
+    return grad_norm
+
+
+def check_finite(step, grad_norm, run_dir):
+    """Exit if there was no optimizer step to make; what was saved before stands."""
+    if not math.isfinite(grad_norm):
+        raise SystemExit(f"step {step}: gradient norm {grad_norm}; the last good state is in {run_dir}")
+
+
+def step_metrics(sums, divisor, start):
+    """Means of a step over all ranks, its time and the peak of memory.
+
+    sums has what to divide by, too: the number of pairs (pair/*) or of trained tokens (policy/*); loss/* is divided by
+    the divisor of the step's loss.
+    """
+    seconds, sums = time.perf_counter() - start, reduce_metrics(sums)
+    counts = {"loss": divisor, "pair": sums.pop("num_pairs", 0), "policy": sums.pop("num_tokens", 0)}
+    metrics = {key: total / counts[key.split("/")[0]] for key, total in sums.items()}
+    metrics["perf/step_seconds"] = seconds
+    for kind, name in (("pair", "perf/pairs_per_second"), ("policy", "perf/train_tokens_per_second")):
+        if counts[kind]:
+            metrics[name] = counts[kind] / seconds
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    metrics["perf/peak_memory_gib"] = (torch.cuda.max_memory_allocated() or peak_bytes) / 2**30
+    return metrics
+
+
 def reduce_metrics(metrics):
     """Return metrics summed over ranks as numbers; where the key ends in _max, the maximum."""
     sums = [key for key in sorted(metrics) if not key.endswith("_max")]
@@ -655,15 +725,10 @@ def reduce_metrics(metrics):
     return reduced | dict(zip(maxima, all_reduce([float(metrics[key]) for key in maxima], dist.ReduceOp.MAX)))
 
 
-def evaluate(policy, pairs, pad_id, args, rank, world_size, device):
-    """Loss, accuracy and margin on held-out pairs, accuracy by kind, and by the confidence of the score."""
-    own = list(range(len(pairs)))[rank::world_size]
-    batch = collate_pairs([pairs[i] for i in own] or pairs[:1], pad_id, device)
-    with torch.no_grad():
-        _, own_margins = accumulate_gradients(policy, batch, 1.0, args)
-    margins = torch.zeros(len(pairs), dtype=torch.float64)
-    margins[own] = own_margins[: len(own)].cpu().double()
-    margins = torch.tensor(all_reduce(margins), dtype=torch.float64)
+def evaluate(policy, pairs, pad_id, args, rank, world_size):
+    """Loss, accuracy and margin on held-out pairs, accuracy by kind, and how far the confidence can be trusted."""
+    start = time.perf_counter()
+    margins = pair_margins(policy, pairs, pad_id, args, rank, world_size)
     right = (margins > 0).double()
     metrics = {
         "eval/pair_loss": -nn.functional.logsigmoid(margins).mean().item(),
@@ -673,8 +738,26 @@ def evaluate(policy, pairs, pad_id, args, rank, world_size, device):
     for kind in sorted({pair["kind"] for pair in pairs if pair["kind"]}):
         chosen = [i for i, pair in enumerate(pairs) if pair["kind"] == kind]
         metrics[f"eval/pair_accuracy/{kind}"] = right[chosen].mean().item()
+    return metrics | calibration(margins) | {"perf/eval_seconds": time.perf_counter() - start}
+
+
+@torch.no_grad()
+def pair_margins(policy, pairs, pad_id, args, rank, world_size):
+    """Score of the chosen minus score of the rejected completion of each pair, float64; the ranks share the pairs."""
+    own = list(range(len(pairs)))[rank::world_size]
+    batch = collate_pairs([pairs[i] for i in own] or pairs[:1], pad_id, policy.model.device)
+    margins = torch.zeros(len(pairs), dtype=torch.float64)
+    for part in microbatches(batch, torch.arange(len(own), device=policy.model.device), args.microbatch_tokens):
+        chosen_scores, rejected_scores = pair_scores(policy, part)
+        margins[[own[i] for i in part["rows"].tolist()]] = (chosen_scores - rejected_scores).cpu().double()
+    return torch.tensor(all_reduce(margins), dtype=torch.float64)
+
+
+def calibration(margins):
+    """How often the model is right, of the pairs of which it is 50 to 60 %, 60 to 70 % ... sure."""
+    right = (margins > 0).double()
     confidence = margins.abs().sigmoid()  # the probability that the model gives to its own verdict
-    error = 0.0
+    metrics, error = {}, 0.0
     for i in range(5):
         chosen = (confidence * 10).long().clamp(5, 9) == 5 + i
         if chosen.any():
@@ -682,13 +765,50 @@ def evaluate(policy, pairs, pad_id, args, rank, world_size, device):
             metrics[f"{name}/share"] = chosen.double().mean().item()
             metrics[f"{name}/confidence"] = confidence[chosen].mean().item()
             metrics[f"{name}/accuracy"] = right[chosen].mean().item()
-            error += (confidence[chosen] - right[chosen]).sum().abs().item() / len(pairs)
+            error += (confidence[chosen] - right[chosen]).sum().abs().item() / len(margins)
     return metrics | {"eval/calibration_error": error}
 
 
-def print_summary(run_dir, args):
+def log_step(args, step, metrics, progress):
+    """Append to metrics.jsonl and Weights & Biases, and move the bar."""
+    append_line(Path(args.run_dir) / "metrics.jsonl", {"step": step, **metrics})
+    wandb.log(metrics, step=step)
+    if step == 0:
+        return
+    shown = (("accuracy", "pair/accuracy", 2), ("loss", "loss/preference", 3), ("loss", "loss/nll", 3))
+    shown = {name: f"{metrics[key]:.{digits}f}" for name, key, digits in shown if key in metrics}
+    progress.set_postfix(shown, refresh=False)
+    progress.update()
+
+
+def append_line(path, row):
+    """Append a row to a jsonl file."""
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def save(run_dir, policy, optimizer, tokenizer, step):
+    """Write state/<step>, which appears complete or not at all, remove older ones, then write checkpoint/."""
+    states = Path(run_dir) / "state"
+    model_state, optimizer_state = dcp_state.get_state_dict(policy, optimizer)
+    state, unfinished = {"model": model_state, "optimizer": optimizer_state}, states / "unfinished"
+    on_rank_0(shutil.rmtree, unfinished, True)
+    with warnings.catch_warnings(action="ignore"):  # that one process saves alone is meant
+        dcp.save(state, checkpoint_id=unfinished, no_dist=not dist.is_initialized())
+
+    def publish():
+        unfinished.rename(states / f"{step:08d}")
+        for path in states.iterdir():
+            if path.name != f"{step:08d}":
+                shutil.rmtree(path)
+
+    on_rank_0(publish)
+    save_checkpoint(run_dir, policy, tokenizer)
+
+
+def print_summary(args):
     """Print what improved, by kind of pair and by confidence, where the checkpoint is and how to go on."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in Path(args.run_dir, "metrics.jsonl").read_text().splitlines()]
     evals = [line for line in lines if "eval/pair_loss" in line]
     last_step = lines[-1]["step"]
     seconds = sum(line.get("perf/step_seconds", 0.0) for line in lines)
@@ -707,92 +827,10 @@ def print_summary(run_dir, args):
                 said, right = after[f"{name}/confidence"], after[f"{name}/accuracy"]
                 print(f"{name.split('/')[-1]:14}{after[key]:14.3f}{said:7.3f}{right:8.3f}")
     if last_step > 0:
-        print(f"checkpoint      {run_dir / 'checkpoint'}, for ppo_rlhf.py --reward-model or from_pretrained")
+        print(f"checkpoint      {Path(args.run_dir, 'checkpoint')}, for ppo_rlhf.py --reward-model or from_pretrained")
     more = f" --num-steps {2 * args.num_steps}" if last_step >= args.num_steps else ""
-    print(f"to go on        python {Path(__file__).name} --resume {run_dir}{more}")
-
-
-def main(args):
-    rank, world_size, device = init_ranks()
-    args = resolve_args(args)
-    check_args(args, world_size)
-    run_dir = Path(args.run_dir)
-    torch.manual_seed(args.seed)
-    model, tokenizer = load_reward_model(args.model, device)
-    pad_id = tokenizer.pad_token_id
-    stop_id = find_stop_ids(model, tokenizer)[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
-    train_pairs, eval_pairs, report = load_pairs(
-        args.dataset,
-        tokenizer,
-        args.system_prompt,
-        args.max_prompt_length,
-        args.max_completion_length,
-        args.eval_prompts,
-        stop_id,
-    )
-    check_model(model, train_pairs[0]["prompt_ids"], args.max_prompt_length + args.max_completion_length, stop_id)
-    if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    policy = shard(ScoreModel(model).train(), device)
-    optimizer = torch.optim.AdamW(
-        policy.parameters(), args.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
-    )
-
-    last_step = open_run(args, policy, optimizer, tokenizer)
-    if rank == 0:
-        num_parameters = sum(parameter.numel() for parameter in policy.parameters())
-        print(f"{report}\n{run_dir}: {num_parameters / 1e6:.1f} M parameters on {world_size} x {device.type}")
-    stop_signals = catch_signals()
-    progress = tqdm(
-        total=args.num_steps, initial=max(0, last_step), desc=Path(__file__).stem, unit="step", disable=rank > 0
-    )
-
-    for step in range(last_step + 1, args.num_steps + 1):  # step 0 only evaluates
-        metrics, started = {}, time.perf_counter()
-        if step > 0:
-            picked = pick_rows(train_pairs, (step - 1) * args.minibatch_size, args.minibatch_size, args.seed)
-            batch = collate_pairs(picked[rank::world_size], pad_id, device)
-            divisor = args.minibatch_size  # a mean over pairs
-            optimizer.zero_grad()
-            totals, _ = accumulate_gradients(policy, batch, divisor, args)
-            decay = (step - args.warmup_steps) / max(1, args.num_steps - args.warmup_steps)
-            factor = 0.5 * (1 + math.cos(math.pi * max(0.0, decay)))
-            learning_rate = args.learning_rate * min(step / max(1, args.warmup_steps), factor)
-            grad_norm = step_optimizer(policy, optimizer, learning_rate, args.max_grad_norm)
-            if not math.isfinite(grad_norm):
-                raise SystemExit(f"step {step}: gradient norm {grad_norm}; the last good state is in {run_dir}")
-            seconds = time.perf_counter() - started
-            metrics |= {key: total / divisor for key, total in reduce_metrics(totals).items()}
-            metrics["optim/grad_norm"] = grad_norm
-            metrics["optim/learning_rate"] = learning_rate
-            metrics["perf/step_seconds"] = seconds
-            metrics["perf/pairs_per_second"] = args.minibatch_size / seconds
-            peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-            metrics["perf/peak_memory_gib"] = (torch.cuda.max_memory_allocated() or peak_bytes) / 2**30
-
-        if eval_pairs and (step % args.eval_every == 0 or step == args.num_steps):
-            mark = time.perf_counter()
-            metrics |= evaluate(policy, eval_pairs, pad_id, args, rank, world_size, device)
-            metrics["perf/eval_seconds"] = time.perf_counter() - mark
-        if rank == 0:
-            append_line(run_dir / "metrics.jsonl", {"step": step, **metrics})
-            wandb.log(metrics, step=step)
-        if rank == 0 and step > 0:
-            progress.set_postfix(
-                loss=f"{metrics['loss/preference']:.3f}", accuracy=f"{metrics['pair/accuracy']:.2f}", refresh=False
-            )
-            progress.update()
-        stopping = all_reduce(len(stop_signals)) > 0
-        if step > 0 and (stopping or step == args.num_steps or step % args.save_every == 0):
-            save(run_dir, policy, optimizer, tokenizer, step)
-        if stopping:
-            break
-
-    progress.close()
-    wandb.finish()
-    if rank == 0:
-        print_summary(run_dir, args)
+    print(f"to go on        python {Path(__file__).name} --resume {Path(args.run_dir)}{more}")
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description="Bradley-Terry reward model on top of a language model."))
+    main(tyro.cli(Args))

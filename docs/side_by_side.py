@@ -14,28 +14,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PATH = ROOT / "docs" / "side_by_side.md"
-DESCRIPTION = "The line above the settings in `--help`."
 # One sentence a hunk, in the order of the hunks.
 NOTES = {
     "reinforce": [
         "`--baseline` is one of three words.",
-        "Sizes: one optimizer step per rollout has no minibatches; the warm-up is 3 % of the steps, as RLOO's.",
-        "One optimizer step per rollout: no minibatches, and no passes over old completions.",
+        "One optimizer step per rollout: no minibatches, no passes over old completions; the warm-up is RLOO's 3 %.",
         "No clipping and no KL term; b is the subject of this script.",
         "Rᵢ − bᵢ with b = 0, the mean of the group, or (RLOO, section 2.3) the mean of the others; no 1/std R.",
-        "Williams' eq. 11, (R − b) ∇ log π, whose log-probabilities are summed over the tokens of a completion.",
-        "No ratio, so no log-probabilities of an older policy.",
+        "Williams' eq. 11, (R − b) ∇ log π, whose log-probabilities are summed over the tokens of a completion. "
+        "There is no ratio, so there are no log-probabilities of an older policy.",
         "What policy_loss takes.",
-        "The settings that are gone.",
         "Without a baseline one completion per prompt is enough.",
-        "The settings that are gone.",
         "No reference model: RLOO has its KL penalty in the reward, which is left out (Departures).",
         "One optimizer step per rollout.",
         "The policy gradient holds for the policy that sampled: one step, whose divisor is the number of completions.",
-        "One divisor a step.",
-        "One gradient norm a step, and no time for log-probabilities.",
-        "The same.",
-        DESCRIPTION,
+        "One divisor and one gradient norm a step.",
     ],
     "dr_grpo": [
         "No KL term (table 6).",
@@ -48,28 +41,26 @@ NOTES = {
         "No reference model.",
         "A truncated completion counts as wrong, as in the authors' code.",
         "Without KL term, a row of zero advantage has no gradient at all.",
-        DESCRIPTION,
+        "No reference model.",
     ],
     "dapo": [
-        "Sizes: with two rounds a step, 20 steps sample about what the others sample in 40.",
-        "Sizes: 20 rollouts of warm-up, several updates per rollout, a buffer of a fifth of the limit (section 4.1).",
-        "The most rounds of dynamic sampling.",
-        "Two clip ranges (section 3.1), no KL term (section 2.3), and the buffer of eq. 13.",
+        "Sizes: with two rounds a step, 20 steps sample about what the others sample in 40. The most rounds of dynamic "
+        "sampling.",
+        "Sizes: 20 rollouts of warm-up, several updates per rollout (section 4.1).",
+        "Two clip ranges (section 3.1), no KL term (section 2.3), and the buffer of eq. 13: a fifth of the limit.",
         "Two clip ranges; lengths are not needed.",
         "Clip-higher (section 3.1), and eq. 8's sum over all tokens in place of a mean per completion (section 3.3).",
-        "The same ranges in the metrics; no KL term; the soft overlong punishment of eq. 13; the constraint of eq. 11.",
+        "The same ranges in the metrics; no KL term; the soft overlong punishment of eq. 13; the constraint of eq. 11; "
+        "dynamic sampling (section 3.2): sample until the batch is full of groups neither all right nor all wrong.",
         "What policy_loss takes.",
-        "The new settings.",
-        "The new settings.",
-        "Dynamic sampling (section 3.2): sample until the batch is full of groups neither all right nor all wrong.",
+        "The new setting.",
         "No reference model (section 2.3).",
         "A resumed run goes on where the run before stopped consuming prompts.",
         "Dynamic sampling in place of one rollout; the reward is +1 or −1 (eq. 7) plus the punishment of eq. 13.",
-        "Only groups with signal are trained on.",
-        "Without KL term, a row of zero advantage has no gradient at all.",
+        "Only groups with signal are trained on; without KL term, a row of zero advantage has no gradient at all.",
+        "No reference model.",
         "The token mean (section 3.3), here over the whole optimizer step, as in the authors' code.",
         "What dynamic sampling costs.",
-        DESCRIPTION,
     ],
     "gspo": [
         "Four minibatches per rollout (section 5.1).",
@@ -79,15 +70,14 @@ NOTES = {
         "The completions over which clip fractions are averaged.",
         "No reference model.",
         "Without KL term, a row of zero advantage has no gradient at all.",
-        "Clip fractions are of completions.",
-        DESCRIPTION,
+        "No reference model.",
     ],
 }
 
 
 def code_lines(script):
-    """Return [(name of the enclosing function or class, line)] of a script's code without docstrings and help texts."""
-    source = (ROOT / f"{script}.py").read_text(encoding="utf-8")
+    """Return [(enclosing function or class, line)] of the code above the line, without docstrings and help texts."""
+    source = (ROOT / f"{script}.py").read_text(encoding="utf-8").partition("# ---- below")[0]
     tree, owners, texts = ast.parse(source), {}, set()
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -119,8 +109,9 @@ def code_hunks(script):
 
 HEAD = """# Side by side
 
-Made by `python docs/side_by_side.py`. Two tables of all scripts, then the five online scripts hunk by hunk. These are
-one loop: what this page does not show is identical to the letter (`tests/test_copies.py`).
+Made by `python docs/side_by_side.py`. Two tables of all scripts, then the five online scripts hunk by hunk, above the
+line that parts the algorithm from the plumbing. Below it the five are one text, and what this page does not show above
+it is identical to the letter (`tests/test_layout.py`, `tests/test_diffs.py`).
 
 | | REINFORCE | GRPO | Dr. GRPO | DAPO | GSPO |
 |---|---|---|---|---|---|

@@ -22,7 +22,7 @@ PAIRS = [
     for prompt, chosen, rejected in zip(PROMPTS, COMPLETIONS, [*COMPLETIONS[3:], [5, 1, 0, 1], [1, 7, 1], [2, 1]])
 ]
 INPUTS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-NAMES = ("reward_model", "dpo", "dpo, one rank idle", "ppo_rlhf", "ppo_rlhf, one rank idle")
+NAMES = [f"{name}{idle}" for name in ("reward_model", "dpo", "ppo_rlhf") for idle in ("", ", one rank idle")]
 
 
 def build_scorer(config="llama", vocab_size=11, dtype=torch.float64, scale=4.0):
@@ -75,12 +75,22 @@ def gradient_of_parameters(policy):
     return torch.cat([grad.flatten() for grad in gradients])
 
 
-def run_reward_model(share, device):
+def evaluate_each(evaluate, policy, pairs, args):
+    """Evaluations on all pairs, on three, and on one, of which the second rank has none."""
+    rank, world_size, _ = dpo.init_ranks()
+    pairs = [{"kind": "odd" if i % 2 else "even"} | pair for i, pair in enumerate(pairs)]
+    found = [evaluate(policy, pairs[:count], PAD_ID, args, rank, world_size) for count in (8, 3, 1)]
+    return [{key: line[key] for key in line if not key.startswith("perf/")} for line in found]
+
+
+def run_reward_model(share, device, live_rows):
     args = reward_model.Args(microbatch_tokens=BUDGET)
     policy = reward_model.shard(reward_model.ScoreModel(build_scorer()).train(), device)
     batch = reward_model.collate_pairs([PAIRS[i] for i in share], PAD_ID, device)
-    totals, _ = reward_model.accumulate_gradients(policy, batch, 8, args)
-    return {"gradient": gradient_of_parameters(policy), "metrics": reward_model.reduce_metrics(totals)}
+    rows = torch.tensor([share.index(row) for row in live_rows if row in share], dtype=torch.long)
+    metrics = reward_model.reduce_metrics(reward_model.accumulate_gradients(policy, batch, rows, 8, args))
+    results = {"gradient": gradient_of_parameters(policy), "metrics": metrics}
+    return results | {"evaluations": evaluate_each(reward_model.evaluate, policy, PAIRS, args)}
 
 
 def run_dpo(share, device, live_rows, folder):
@@ -90,12 +100,14 @@ def run_dpo(share, device, live_rows, folder):
     pairs = [dict(pair) for pair in PAIRS]
     dpo.add_reference(reference, pairs, Path(folder) / "reference.json", 0, PAD_ID, args, rank, world_size)
     policy = dpo.shard(dpo.LogprobModel(build_model("llama")).train(), device)
-    own = [pairs[i] for i in share if i in live_rows]
-    batch = dpo.collate_pairs(own or pairs[:1], PAD_ID, device)
-    totals = dpo.accumulate_gradients(policy, batch, own, 8, args)
+    own = [pairs[i] for i in share]
+    batch = dpo.collate_pairs(own, PAD_ID, device) | dpo.collate_reference(own, device)
+    rows = torch.tensor([share.index(row) for row in live_rows if row in share], dtype=torch.long)
+    totals = dpo.accumulate_gradients(policy, batch, rows, 8, args)
     references = torch.tensor([[pair["ref_chosen"], pair["ref_rejected"]] for pair in pairs], dtype=torch.float64)
     metrics = dpo.reduce_metrics(totals)
-    return {"gradient": gradient_of_parameters(policy), "metrics": metrics, "references": references}
+    results = {"gradient": gradient_of_parameters(policy), "metrics": metrics, "references": references}
+    return results | {"evaluations": evaluate_each(dpo.evaluate_pairs, policy, pairs, args)}
 
 
 def run_ppo(share, device, live_rows):
@@ -122,7 +134,8 @@ def run(folder):
     rank, _, device = ppo_rlhf.init_ranks()
     share = SHARES[rank] if dist.is_initialized() else sum(SHARES, [])
     results = [
-        run_reward_model(share, device),
+        run_reward_model(share, device, range(8)),
+        run_reward_model(share, device, [0, 2, 4]),
         run_dpo(share, device, range(8), folder),
         run_dpo(share, device, [0, 2, 4], folder),
         run_ppo(share, device, range(8)),

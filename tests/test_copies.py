@@ -6,85 +6,110 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+MARKER = "# ---- below: plumbing, byte-identical in every script that has it, in the order in which main calls it\n"
 CLIPPED = ("grpo", "dr_grpo", "dapo", "gspo")
 ONLINE = ("reinforce", *CLIPPED)
+BLOCK = ONLINE  # all that stands below the line is one text
 PAIRS = ("reward_model", "dpo")
 SCORED = ("reward_model", "ppo_rlhf")
 SAMPLED = (*ONLINE, "dpo", "ppo_rlhf")
 LOGPROBS = ("sft", *SAMPLED)
 ALL = (*LOGPROBS, "reward_model")
-SHARED = {
-    "load_splits": ALL,
-    "encode_prompt": (*SAMPLED, "reward_model"),
-    "load_prompts": (*ONLINE, "dpo"),
-    "extract_answer": SAMPLED,
-    "parse_answer": SAMPLED,
-    "reward_fn": SAMPLED,
-    "split_pair": (*PAIRS, "ppo_rlhf"),
-    "load_pairs": PAIRS,
-    "collate_pairs": PAIRS,
-    "load_model": LOGPROBS,
-    "load_reward_model": SCORED,
-    "find_stop_ids": ALL,
-    "pad_left": ALL,
-    "sample_tokens": SAMPLED,
-    "generate": SAMPLED,
-    "head_logprobs": LOGPROBS,
-    "token_logprobs": LOGPROBS,
-    "LogprobModel": LOGPROBS,
-    "hidden_states": SCORED,
-    "sequence_scores": SCORED,
-    "ScoreModel": SCORED,
-    "check_model": LOGPROBS,
-    "microbatches": ALL,
-    "lookup_logprobs": CLIPPED,
-    "step_optimizer": ("sft", *ONLINE, *PAIRS),
-    "add_metrics": ALL,
-    "init_ranks": ALL,
-    "all_reduce": ALL,
-    "shard": ALL,
-    "sync_sampler": SAMPLED,
-    "on_rank_0": ALL,
-    "save": ALL,
-    "save_checkpoint": ALL,
-    "load_state": ALL,
-    "open_run": ALL,
-    "write_whole": ALL,
-    "append_line": ALL,
-    "catch_signals": ALL,
-    "is_embedded": ALL,
-    "resolve_args": ALL,
-    "pick_rows": ALL,
-    "rollout": SAMPLED,
-    "rollout_metrics": ONLINE,
-    "reduce_metrics": ALL,
-    "evaluate": (*ONLINE, "dpo"),
-    "print_group": (*ONLINE, "ppo_rlhf"),
-    "print_summary": ONLINE,
-}
+# [(name, the scripts in which it is identical)]; a name comes twice where two families have each their own.
+SHARED = [
+    ("by_model", ALL),
+    ("reward_fn", SAMPLED),
+    ("init_ranks", ALL),
+    ("resolve_args", ALL),
+    ("is_embedded", ALL),
+    ("check_args", ALL),
+    ("load_model", LOGPROBS),
+    ("load_reward_model", SCORED),
+    ("load_prompts", (*ONLINE, "dpo")),
+    ("load_pairs", PAIRS),
+    ("load_splits", ALL),
+    ("split_pair", (*PAIRS, "ppo_rlhf")),
+    ("parse_answer", SAMPLED),
+    ("extract_answer", SAMPLED),
+    ("encode_prompt", (*SAMPLED, "reward_model")),
+    ("find_stop_ids", ALL),
+    ("check_model", LOGPROBS),
+    ("token_logprobs", LOGPROBS),
+    ("head_logprobs", LOGPROBS),
+    ("make_sampler", SAMPLED),
+    ("shard", ALL),
+    ("LogprobModel", LOGPROBS),
+    ("ScoreModel", SCORED),
+    ("sequence_scores", SCORED),
+    ("hidden_states", SCORED),
+    ("open_run", ALL),
+    ("load_state", ALL),
+    ("write_whole", ALL),
+    ("on_rank_0", ALL),
+    ("is_rank_0", ALL),
+    ("save_checkpoint", ALL),
+    ("catch_signals", ALL),
+    ("sync_sampler", SAMPLED),
+    ("pick_rows", ALL),
+    ("collate_pairs", PAIRS),
+    ("rollout", SAMPLED),
+    ("pad_left", ALL),
+    ("generate", SAMPLED),
+    ("sample_tokens", SAMPLED),
+    ("lookup_logprobs", ONLINE),
+    ("microbatches", ALL),
+    ("all_reduce", ALL),
+    ("add_metrics", ALL),
+    ("step_optimizer", ("sft", *ONLINE, *PAIRS)),
+    ("check_finite", ("sft", *ONLINE, *PAIRS)),
+    ("step_metrics", ONLINE),
+    ("step_metrics", ("sft", *PAIRS)),
+    ("reduce_metrics", ALL),
+    ("rollout_metrics", ONLINE),
+    ("first_group", ONLINE),
+    ("evaluate", (*ONLINE, "dpo")),
+    ("log_step", ONLINE),
+    ("log_step", ("sft", *PAIRS)),
+    ("append_line", ALL),
+    ("print_group", (*ONLINE, "ppo_rlhf")),
+    ("save", ALL),
+    ("print_summary", ONLINE),
+]
 # Functions of one name that differ by design: everywhere, or in scripts that are not in the table.
-OWN = {"Args", "compute_advantages", "policy_loss", "preference_loss", "accumulate_gradients", "check_args", "main"}
+OWN = {
+    "Args",
+    "compute_advantages",
+    "policy_loss",
+    "preference_loss",
+    "microbatch_loss",
+    "accumulate_gradients",
+    "main",
+}
 OWN_OF = {
-    "load_prompts": ("ppo_rlhf",),
-    "check_model": ("reward_model",),
-    "step_optimizer": ("ppo_rlhf",),
-    "rollout_metrics": ("ppo_rlhf",),
-    "evaluate": ("sft", "reward_model", "ppo_rlhf"),
-    "print_summary": ("sft", "reward_model", "dpo", "ppo_rlhf"),
+    "load_prompts": {"ppo_rlhf"},
+    "check_model": {"reward_model"},
+    "step_optimizer": {"ppo_rlhf"},
+    "check_finite": {"ppo_rlhf"},
+    "step_metrics": {"ppo_rlhf"},
+    "rollout_metrics": {"ppo_rlhf"},
+    "evaluate": {"sft", "reward_model", "ppo_rlhf"},
+    "log_step": {"ppo_rlhf"},
+    "print_summary": {"sft", "reward_model", "dpo", "ppo_rlhf"},
 }
 
 
-def definitions(script):
-    source = (ROOT / f"{script}.py").read_text()
+def definitions(script, folder=ROOT):
+    """{name: source} of the functions and classes of a script."""
+    source = (folder / f"{script}.py").read_text(encoding="utf-8")
     nodes = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     lines = source.splitlines()
     first = {node.name: min([node.lineno, *(d.lineno for d in node.decorator_list)]) for node in nodes}
     return {node.name: "\n".join(lines[first[node.name] - 1 : node.end_lineno]) for node in nodes}
 
 
-@pytest.mark.parametrize("name", SHARED)
-def test_copies_are_identical(name):
-    assert len({definitions(script)[name] for script in SHARED[name]}) == 1
+@pytest.mark.parametrize("name, scripts", SHARED)
+def test_copies_are_identical(name, scripts):
+    assert len({definitions(script)[name] for script in scripts}) == 1
 
 
 def test_table_lists_every_shared_function():
@@ -93,7 +118,29 @@ def test_table_lists_every_shared_function():
         for name in definitions(script):
             owners.setdefault(name, set()).add(script)
     shared = {name: scripts for name, scripts in owners.items() if len(scripts) > 1 and name not in OWN}
-    assert shared == {name: {*scripts, *OWN_OF.get(name, ())} for name, scripts in SHARED.items()}
+    table = {name: set(OWN_OF.get(name, ())) for name, _ in SHARED}
+    for name, scripts in SHARED:
+        table[name] |= {*scripts}
+    assert shared == table
+
+
+def test_the_tool_carries_a_change_into_all_copies(tmp_path):
+    from sync_copies import carry  # it imports this module's table
+
+    for script in ALL:
+        (tmp_path / f"{script}.py").write_text((ROOT / f"{script}.py").read_text(encoding="utf-8"), encoding="utf-8")
+    path = tmp_path / "grpo.py"
+    text = path.read_text(encoding="utf-8")
+    text = text.replace("def add_metrics(totals, metrics):", "def add_metrics(totals, metrics, _=None):")
+    text = text.replace("def first_group(", "def second_group():\n    pass\n\n\ndef first_group(")
+    path.write_text(text, encoding="utf-8")
+    changed = {script: carry("grpo", script, tmp_path) for script in ALL if script != "grpo"}
+    block = ["add_metrics", "the block below the line"]
+    assert changed == {script: block if script in BLOCK else ["add_metrics"] for script in changed}
+    copies = {definitions(script, tmp_path)["add_metrics"] for script in ALL}
+    assert len(copies) == 1 and "_=None" in copies.pop()
+    assert all(("second_group" in definitions(script, tmp_path)) == (script in BLOCK) for script in ALL)
+    assert not any(carry("grpo", script, tmp_path) for script in changed)  # nothing is left to change
 
 
 def test_scripts_import_nothing_of_each_other():

@@ -515,6 +515,46 @@ def test_exact_values_are_fixed_by_the_value_loss(model, rows):
     assert (values - returns).abs().max() > 0.1
 
 
+# ---- a step as a whole
+
+
+def test_metrics_of_a_step_are_means_over_what_they_count():
+    sums = {"loss/value": 6.0, "policy/entropy": 30.0, "value/clip_fraction": 5.0, "policy/ratio_max": 7.0}
+    sums |= {"num_tokens": 20, "num_completions": 4, "reward/mean": 1.0, "score/mean": -2.0, "rollout/length_mean": 10}
+    metrics = ppo_rlhf.step_metrics(sums, 12, {"start": 1.0, "rollout": 3.0, "logprob": 4.0, "update": 8.0})
+    assert metrics.pop("perf/peak_memory_gib") > 0
+    assert metrics == {
+        "loss/value": 0.5,
+        "policy/entropy": 1.5,
+        "value/clip_fraction": 0.25,
+        "policy/ratio_max": 7.0,
+        "reward/mean": 0.25,
+        "score/mean": -0.5,
+        "rollout/length_mean": 2.5,
+        "rollout/completions": 4,
+        "perf/rollout_seconds": 2.0,
+        "perf/logprob_seconds": 1.0,
+        "perf/update_seconds": 4.0,
+        "perf/step_seconds": 7.0,
+        "perf/rollout_tokens_per_second": 5.0,
+        "perf/train_tokens_per_second": 4.0,
+    }
+
+
+@pytest.mark.parametrize("norms", [[math.nan, 1.0], [1.0, math.inf]])
+def test_a_gradient_that_is_not_finite_ends_the_run_before_its_step(norms):
+    parameters = [torch.nn.Parameter(torch.ones(1)) for _ in norms]
+    optimizer = torch.optim.AdamW([{"params": [parameter]} for parameter in parameters])
+    for parameter, norm in zip(parameters, norms):
+        parameter.grad = torch.full((1,), norm)
+    found = ppo_rlhf.step_optimizer(optimizer, (0.1, 0.1), 1.0)
+    assert [parameter.item() for parameter in parameters] == [1.0, 1.0]
+    with pytest.raises(SystemExit) as caught:
+        ppo_rlhf.check_finite(3, found, "runs/mine")
+    assert str(caught.value) == f"step 3: gradient norms {norms}; the last good state is in runs/mine"
+    ppo_rlhf.check_finite(3, [1.0, 2.0], "runs/mine")
+
+
 # ---- gradients that are accumulated
 
 
@@ -558,7 +598,7 @@ def test_accumulated_gradient_is_that_of_both_losses(policy, batch, whole):
 
 @pytest.mark.parametrize("budget, count", [(1, 8), (20, 4), (60, 2)])
 def test_microbatches_change_neither_gradient_nor_metrics(policy, batch, whole, budget, count):
-    assert len(ppo_rlhf.microbatches(batch["lengths"], budget)) == count
+    assert len(list(ppo_rlhf.microbatches(batch, torch.arange(8), budget))) == count
     gradient, metrics = accumulate(policy, batch, budget=budget)
     assert relative_error(gradient, whole[0]) < 1e-9
     torch.testing.assert_close(metrics, whole[1], rtol=1e-9, atol=0)

@@ -302,7 +302,7 @@ def test_the_embedded_reward_model_tells_held_out_pairs_apart():
     stop_id = tokenizer.eos_token_id
     _, held_out, _ = reward_model.load_pairs(reward_model.DATASET, tokenizer, "", 32, 48, 512, stop_id)
     policy, args = reward_model.ScoreModel(model), reward_model.Args(microbatch_tokens=8192)
-    metrics = reward_model.evaluate(policy, held_out, tokenizer.pad_token_id, args, 0, 1, torch.device("cpu"))
+    metrics = reward_model.evaluate(policy, held_out, tokenizer.pad_token_id, args, 0, 1)
     accuracies = {key.rpartition("/")[2]: metrics[key] for key in metrics if key.startswith("eval/pair_accuracy/")}
     assert len(accuracies) == 5
     assert min(accuracies["right work, wrong answer"], accuracies["right work, right answer"]) >= 0.93
@@ -380,7 +380,8 @@ BAD_SETTINGS = [
     (dpo, {"model": "no/such/model"}, "--model no/such/model: there is no such folder"),
     (ppo_rlhf, {"reward_model": "no/such/model"}, "no/such/model: there is no such folder"),
     (ppo_rlhf, {"reward_model": "none", "prompts_per_step": 6, "minibatch_size": 4}, "not a multiple of"),
-    (ppo_rlhf, {"reward_model": "none", "gae_lambda": 1.5}, "--gae-lambda 1.5"),
+    (ppo_rlhf, {"reward_model": "none", "gae_lambda": 1.5}, "--gae-lambda 1.5: must be at most 1"),
+    (ppo_rlhf, {"reward_model": "none", "gamma": 1.01}, "--gamma 1.01: must be at most 1"),
     (ppo_rlhf, {"reward_model": "none", "kl_coef": -1.0}, "--kl-coef -1.0"),
     *(
         (script, {"max_prompt_length": 250, "max_completion_length": 50}, "300, over the .* 256")
@@ -444,7 +445,7 @@ def load_state(run, folder):
 
 
 @pytest.mark.usefixtures("few_norm_samples")
-@pytest.mark.parametrize(("script", "kill_at_call"), [(reward_model, 7), (dpo, 7), (ppo_rlhf, 10)], ids=NAMES)
+@pytest.mark.parametrize(("script", "kill_at_call"), [(reward_model, 5), (dpo, 5), (ppo_rlhf, 10)], ids=NAMES)
 def test_run_killed_once_and_resumed_is_bit_identical(tmp_path, script, kill_at_call, pairs, reward_run):
     """The killed run is a process of its own; the others are in this one, which has not seen what that one did."""
     reference, run = tmp_path / "reference", tmp_path / "run"

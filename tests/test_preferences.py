@@ -402,7 +402,7 @@ def collate(script, order=range(8), margin=0):
     return batch
 
 
-# Exact in float32, which accumulate_gradients makes of them.
+# Exact in float32, which collate_reference makes of them.
 REFERENCES = [{"ref_chosen": -9.0 + 0.5 * i, "ref_rejected": -6.0 - 0.75 * i} for i in range(8)]
 
 
@@ -412,10 +412,8 @@ def accumulate(script, policy, order=range(8), budget=10_000, margin=0):
     batch = collate(script, order, margin)
     args = script.Args(microbatch_tokens=budget, **({"beta": 0.1} if script is dpo else {}))
     if script is dpo:
-        pairs = [PAIRS[i] | REFERENCES[i] for i in order]
-        totals = dpo.accumulate_gradients(policy, batch, pairs, 8, args)
-    else:
-        totals, _ = reward_model.accumulate_gradients(policy, batch, 8, args)
+        batch |= dpo.collate_reference([REFERENCES[i] for i in order], "cpu")
+    totals = script.accumulate_gradients(policy, batch, torch.arange(8), 8, args)
     return torch.cat([parameter.grad.flatten() for parameter in policy.parameters()]), totals
 
 
@@ -447,6 +445,7 @@ def test_accumulated_gradient_is_that_of_the_mean_loss(script, policies, wholes)
         inputs += [0.1, 0.0]
     loss, metrics = script.preference_loss(*inputs)
     assert relative_error(wholes[script][0], gradient_of(model, loss / 8)) < 1e-9
+    metrics["num_pairs"] = torch.tensor(8)
     torch.testing.assert_close(wholes[script][1], metrics, rtol=1e-9, atol=1e-12)
     assert 0 < metrics["pair/accuracy"] < 8
 
@@ -454,7 +453,7 @@ def test_accumulated_gradient_is_that_of_the_mean_loss(script, policies, wholes)
 @pytest.mark.parametrize("budget, count", [(1, 8), (36, 5), (80, 2)])
 @each_script
 def test_microbatches_change_neither_gradient_nor_metrics(script, policies, wholes, budget, count):
-    assert len(script.microbatches(collate(script)["lengths"], budget)) == count
+    assert len(list(script.microbatches(collate(script), torch.arange(8), budget))) == count
     gradient, metrics = accumulate(script, policies[script], budget=budget)
     assert relative_error(gradient, wholes[script][0]) < 1e-9
     torch.testing.assert_close(metrics, wholes[script][1], rtol=1e-9, atol=1e-12)
@@ -470,14 +469,46 @@ def test_order_and_padding_do_not_matter(script, policies, wholes, changes):
 
 @pytest.mark.parametrize("budget", [1, 36, 10_000])
 def test_margins_of_pairs_are_in_their_order(policies, budget):
-    """With and without gradients."""
+    """And to find them is no training."""
     policy, args = policies[reward_model], reward_model.Args(microbatch_tokens=budget)
+    policy.zero_grad()
+    margins = reward_model.pair_margins(policy, PAIRS, PAD_ID, args, 0, 1)
+    assert not margins.requires_grad and all(parameter.grad is None for parameter in policy.parameters())
     with torch.no_grad():
         chosen, rejected = (reward_model.sequence_scores(policy.model, *score_inputs(f"{key}_ids")) for key in KINDS)
-        _, margins = reward_model.accumulate_gradients(policy, collate(reward_model), 8, args)
-    _, others = reward_model.accumulate_gradients(policy, collate(reward_model), 8, args)
-    assert torch.equal(margins, others) and not others.requires_grad
-    torch.testing.assert_close(margins, chosen - rejected, rtol=1e-5, atol=1e-6, check_dtype=False)
+    torch.testing.assert_close(margins, chosen - rejected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("budget", [1, 36, 10_000])
+def test_dpo_evaluates_pairs_as_it_trains_on_them(policies, wholes, budget):
+    """Means of the sums that a step has, and no gradient."""
+    policy, args = policies[dpo], dpo.Args(microbatch_tokens=budget, beta=0.1)
+    policy.zero_grad()
+    pairs = [pair | reference for pair, reference in zip(PAIRS, REFERENCES)]
+    found = dpo.evaluate_pairs(policy, pairs, PAD_ID, args, 0, 1)
+    assert all(parameter.grad is None for parameter in policy.parameters())
+    sums = {"eval/pair_" + key.rpartition("/")[2]: value.item() for key, value in wholes[dpo][1].items()}
+    sums["eval/pair_loss"] = sums.pop("eval/pair_preference")
+    assert sums.pop("eval/pair_num_pairs") == 8
+    assert found == pytest.approx({key: value / 8 for key, value in sums.items()}, rel=1e-9)
+
+
+@each_script
+def test_a_part_without_pairs_adds_nothing_and_reaches_every_parameter(script, policies, wholes, monkeypatch):
+    """As on a rank that waits for the passes of the others: here they are said to make two more."""
+    count = len(list(script.microbatches(collate(script), torch.arange(8), 36)))
+    monkeypatch.setattr(script, "all_reduce", lambda value, *_: value + 2)
+    parts = list(script.microbatches(collate(script), torch.arange(8), 36))
+    assert [len(part["rows"]) for part in parts[count:]] == [0, 0]
+    gradient, metrics = accumulate(script, policies[script], budget=36)
+    assert relative_error(gradient, wholes[script][0]) < 1e-9
+    torch.testing.assert_close(metrics, wholes[script][1], rtol=1e-9, atol=1e-12)
+    policies[script].zero_grad()
+    part = parts[-1] | ({"ref_chosen": torch.ones(1), "ref_rejected": torch.ones(1)} if script is dpo else {})
+    loss, metrics = script.microbatch_loss(policies[script], part, *([script.Args(beta=0.1)] if script is dpo else []))
+    loss.backward()
+    assert loss == 0 and all(value == 0 for value in metrics.values())
+    assert all(not parameter.grad.any() for parameter in policies[script].parameters())
 
 
 @pytest.mark.parametrize("budget", [1, 36, 10_000])
@@ -518,7 +549,8 @@ def test_first_loss_of_dpo_is_log_2(tmp_path):
     policy, pairs = dpo.LogprobModel(build_model("llama", dtype=torch.float32)).train(), [dict(pair) for pair in PAIRS]
     args = dpo.Args(microbatch_tokens=36, beta=0.1)
     dpo.add_reference(policy, pairs, tmp_path / "reference.json", 0, PAD_ID, args, 0, 1)
-    metrics = dpo.accumulate_gradients(policy, collate(dpo), pairs, 8, args)
+    batch = collate(dpo) | dpo.collate_reference(pairs, "cpu")
+    metrics = dpo.accumulate_gradients(policy, batch, torch.arange(8), 8, args)
     assert metrics["pair/margin"] == 0 and metrics["loss/preference"].item() == pytest.approx(8 * math.log(2), rel=1e-6)
 
 
@@ -551,7 +583,8 @@ def alone(tmp_path_factory):
 def test_ranks_differ_in_widths_and_microbatches():
     batches = [reward_model.collate_pairs([PAIRS[i] for i in share], PAD_ID, "cpu") for share in SHARES]
     assert batches[0]["prompt_ids"].shape[1] != batches[1]["prompt_ids"].shape[1]
-    counts = [len(reward_model.microbatches(batch["lengths"], BUDGET)) for batch in batches]
+    rows = [torch.arange(len(share)) for share in SHARES]
+    counts = [len(list(reward_model.microbatches(*inputs, BUDGET))) for inputs in zip(batches, rows)]
     assert counts[0] != counts[1]
 
 
@@ -566,6 +599,13 @@ def test_two_ranks_have_the_gradient_and_metrics_of_one(results, alone, name):
 def test_two_ranks_find_the_references_of_one(results, alone, name):
     for rank in results:
         torch.testing.assert_close(rank[name]["references"], alone[name]["references"], rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "ppo" not in name])
+def test_two_ranks_evaluate_as_one(results, alone, name):
+    for rank in results:
+        for found, expected in zip(rank[name]["evaluations"], alone[name]["evaluations"], strict=True):
+            assert found == pytest.approx(expected, rel=1e-9, abs=1e-12) and len(found) > 5
 
 
 def test_two_ranks_whiten_and_look_up_as_one(results, alone):

@@ -81,7 +81,7 @@ def assert_same_run(run, reference):
     assert all(weights[name].equal(expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize(("script", "flags", "kill_at_call"), [("grpo", GRPO, "6"), ("sft", SFT, "4")])
+@pytest.mark.parametrize(("script", "flags", "kill_at_call"), [("grpo", GRPO, "6"), ("sft", SFT, "3")])
 def test_killed_and_resumed_run_is_bit_identical(script, flags, kill_at_call, tmp_path):
     reference = start(script, [*flags, "--run-dir", f"{tmp_path}/reference"])
     run = tmp_path / "run"

@@ -1,6 +1,7 @@
 """sft.py: which tokens are trained, and that nothing else is."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -87,15 +88,26 @@ def test_without_a_chat_template_the_end_of_text_is_the_stop_token(embedded):
     assert trained_text(tokenizer, ids, trained) == "3<|end|>"
 
 
-def test_loss_and_gradient_are_those_of_the_trained_tokens_alone(embedded):
-    model, tokenizer, stop_ids = embedded
-    rows = []
-    for row in (
+CHAT = [("user", "1+1="), ("assistant", "2"), ("user", "2+2="), ("assistant", "4"), ("user", "9"), ("assistant", "8")]
+GIVEN_ROWS = {
+    "prompts and completions": [
         {"prompt": "1+2=", "completion": "3"},
         {"prompt": "10+20+3=", "completion": "<think>1</think>\\boxed{33}"},
-    ):
+    ],
+    "chats, with turns of the user in between": [
+        {"messages": [{"role": role, "content": content} for role, content in turns]} for turns in (CHAT, CHAT[2:])
+    ],
+}
+
+
+@pytest.mark.parametrize("given", GIVEN_ROWS)
+def test_loss_and_gradient_are_those_of_the_trained_tokens_alone(embedded, given):
+    model, tokenizer, stop_ids = embedded
+    rows = []
+    for row in GIVEN_ROWS[given]:
         ids, trained = sft.encode_row(tokenizer, row, "", stop_ids)
         rows.append({"ids": ids, "trained": trained, "start": trained.index(True)})
+    assert all(all(row["trained"][row["start"] :]) == ("chats" not in given) for row in rows)
     batch = sft.collate(rows, tokenizer.pad_token_id, CPU)
     policy = sft.LogprobModel(model)
     policy.zero_grad()
@@ -104,16 +116,50 @@ def test_loss_and_gradient_are_those_of_the_trained_tokens_alone(embedded):
     totals = sft.accumulate_gradients(policy, batch, torch.arange(2), divisor, args)
     gradients = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
-    losses = []
+    losses, entropies = [], []
     for row in rows:
         logprobs = model(torch.tensor([row["ids"]])).logits[0].log_softmax(-1)
-        losses += [-logprobs[i - 1, row["ids"][i]] for i, is_trained in enumerate(row["trained"]) if is_trained]
+        places = [i for i, is_trained in enumerate(row["trained"]) if is_trained]
+        losses += [-logprobs[i - 1, row["ids"][i]] for i in places]
+        entropies += [-(logprobs[i - 1].exp() * logprobs[i - 1]).sum().item() for i in places]
     expected = torch.stack(losses)
     expected.mean().backward()
     assert len(losses) == totals["num_tokens"] == divisor
     assert totals["loss/nll"] == pytest.approx(expected.sum().item(), rel=1e-5)
+    assert totals["policy/entropy"] == pytest.approx(sum(entropies), rel=1e-5)
     for gradient, parameter in zip(gradients, model.parameters()):
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("budget", [16, 1000])
+def test_evaluation_is_the_mean_over_trained_tokens_and_no_training(embedded, budget):
+    model, tokenizer, stop_ids = embedded
+    rows = []
+    for number in range(5):
+        row = {"prompt": "1+2=", "completion": "3" * (number + 1)}
+        ids, trained = sft.encode_row(tokenizer, row, "", stop_ids)
+        rows.append({"ids": ids, "trained": trained, "start": trained.index(True)})
+    policy, args = sft.LogprobModel(model), sft.Args(microbatch_tokens=budget)
+    totals = sft.accumulate_gradients(policy, sft.collate(rows, 0, CPU), torch.arange(5), 1, args)
+    policy.zero_grad()
+    found = sft.evaluate(policy, rows, tokenizer.pad_token_id, args, 0, 1)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert found["eval/loss"] == pytest.approx((totals["loss/nll"] / totals["num_tokens"]).item(), rel=1e-6)
+    assert found["eval/perplexity"] == pytest.approx(math.exp(found["eval/loss"]))
+
+
+def test_a_part_without_rows_adds_nothing_and_reaches_every_parameter(embedded, monkeypatch):
+    """As on a rank that waits for the passes of the others."""
+    model, tokenizer, stop_ids = embedded
+    ids, trained = sft.encode_row(tokenizer, {"prompt": "1+2=", "completion": "3"}, "", stop_ids)
+    batch = sft.collate([{"ids": ids, "trained": trained, "start": trained.index(True)}], 0, CPU)
+    monkeypatch.setattr(sft, "all_reduce", lambda value, *_: value + 1)
+    _, part = sft.microbatches(batch, torch.arange(1), 1000)
+    model.zero_grad()
+    loss, metrics = sft.microbatch_loss(sft.LogprobModel(model), part)
+    loss.backward()
+    assert len(part["rows"]) == 0 and loss == 0 and all(value == 0 for value in metrics.values())
+    assert all(not parameter.grad.any() for parameter in model.parameters())
 
 
 def write_rows(path, rows):

@@ -1,0 +1,76 @@
+"""Run by torchrun in test_randomness.py: two steps of every script that samples, and of sft.py, on two ranks."""
+
+import json
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tiny import SCRIPTS as ONLINE
+
+import ppo_rlhf
+import sft
+
+SCRIPTS = ONLINE | {"ppo_rlhf": ppo_rlhf, "sft": sft}
+NUM_STEPS, ROWS_PER_STEP, GROUP_SIZE = 2, 4, 4
+# One prompt for all, so that what is sampled differs by random numbers alone; the answers name the rows.
+ROWS = [{"prompt": "12+34=", "answer": str(i), "completion": str(i)} for i in range(1, 11)]
+SETTINGS = {"num_steps": NUM_STEPS, "prompts_per_step": ROWS_PER_STEP, "group_size": GROUP_SIZE, "max_rounds": 1}
+SETTINGS |= {"max_completion_length": 12, "overlong_buffer": 4, "eval_prompts": 0, "reward_model": "none", "seed": 5}
+SETTINGS |= {"learning_rate": 1e-3, "warmup_steps": 0, "temperature": 3.0}
+
+
+def make_args(name, folder, run_dir):
+    sizes = {"minibatch_size": ROWS_PER_STEP if name in ("sft", "ppo_rlhf") else ROWS_PER_STEP * GROUP_SIZE}
+    given = SETTINGS | sizes | {"dataset": f"{folder}/rows.jsonl", "run_dir": f"{folder}/{run_dir}"}
+    names = [field.name for field in fields(SCRIPTS[name].Args)]
+    return SCRIPTS[name].Args(**{key: value for key, value in given.items() if key in names})
+
+
+def run(name, folder):
+    """Train; return what this rank saw: of each rollout the answers, completions, sum of the sampler's parameters and
+    random numbers to come, and of each optimizer step the divisor and the tokens of this rank.
+    """
+    script, seen, divisors = SCRIPTS[name], [], []
+    script.reward_fn = lambda text, _answer: float(sum(text.encode()) % 2)
+    script.save = lambda *_: None
+    script.print_summary = lambda *_: None
+    if name == "sft":
+        collate, (_, tokenizer) = script.collate, script.make_embedded_model(0, "cpu")
+
+        def recorded(rows, *rest):
+            answers = [tokenizer.decode(row["ids"][row["start"] :], skip_special_tokens=True) for row in rows]
+            seen.append({"answers": answers})
+            return collate(rows, *rest)
+
+        script.collate = recorded
+    else:
+        rollout = script.rollout
+
+        def recorded(model, tokenizer, prompts, *rest):
+            draws = torch.rand(3, generator=torch.Generator().set_state(torch.get_rng_state())).tolist()
+            batch, texts = rollout(model, tokenizer, prompts, *rest)
+            weights = sum(parameter.double().sum().item() for parameter in model.parameters())
+            answers = [prompt["answer"] for prompt in prompts]
+            seen.append({"answers": answers, "texts": texts, "weights": weights, "draws": draws})
+            return batch, texts
+
+        script.rollout = recorded
+    accumulate = script.accumulate_gradients
+
+    def recorded_accumulate(policy, batch, rows, divisor, *rest):
+        mask = batch["loss_mask" if name == "sft" else "completion_mask"]
+        divisors.append([float(divisor), mask[rows].sum().item()])
+        return accumulate(policy, batch, rows, divisor, *rest)
+
+    script.accumulate_gradients = recorded_accumulate
+    script.main(make_args(name, folder, name))
+    return {"rollouts": seen, "divisors": divisors}
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    results = {name: run(name, folder) for name in SCRIPTS}
+    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()

@@ -1,0 +1,109 @@
+"""What evaluate counts: greedy accuracy and pass@k of given rewards; of PPO also the score and its penalty."""
+
+import inspect
+from itertools import combinations
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny import SCRIPTS as ONLINE
+
+import dpo
+import ppo_rlhf
+
+SCRIPTS = ONLINE | {"dpo": dpo, "ppo_rlhf": ppo_rlhf}
+SAMPLES = [[0, 0, 0, 0], [0, 1, 0, 0], [1, 0, 0, 1], [1, 1, 0, 1], [1, 1, 1, 1], [0, 0, 1, 0], [0.5, 0.5, 0, 0.5]]
+GREEDY = [0, 1, 0.5, 1, 0.9, 0.1, 1]  # 1 is right; a reward of one's own may give less for a part
+TRUNCATED = [True, False, False, True, False, True, False]
+PROMPTS = [{"prompt": f"{i}", "answer": "1", "prompt_ids": [i]} for i in range(len(GREEDY))]
+
+
+@pytest.fixture
+def evaluate(monkeypatch):
+    """Calls a script's evaluate with the rewards above; returns its metrics and what it sampled."""
+
+    def call(script, prompts=PROMPTS, rank=0, world_size=1, **settings):
+        sampled = []
+
+        def rollout(_model, _tokenizer, prompts, num_samples, temperature, _stop_ids, _args):
+            sampled.append((prompts, num_samples, temperature))
+            places = [int(prompt["prompt"]) for prompt in prompts]
+            rewards = [GREEDY[i] for i in places] if temperature == 0 else sum((SAMPLES[i] for i in places), [])
+            truncated = torch.tensor([TRUNCATED[i] for i in places]).repeat_interleave(num_samples)
+            return {"rewards": torch.tensor(rewards, dtype=torch.float32), "truncated": truncated}, None
+
+        monkeypatch.setattr(script, "rollout", rollout)
+        given = {"prompts": prompts, "rank": rank, "world_size": world_size, "args": script.Args(**settings)}
+        names = inspect.signature(script.evaluate).parameters
+        return script.evaluate(**{name: given.get(name) for name in names}), sampled
+
+    return call
+
+
+each_script = pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+
+
+@each_script
+def test_pass_at_k_is_the_mean_over_all_choices_of_k_samples(script, evaluate):
+    """Which is unbiased; 1 - (1 - p)^k with p estimated from the samples is not."""
+    metrics, _ = evaluate(script)
+    for k in (1, 2, 4):
+        per_prompt = [[max(some) == 1 for some in combinations(samples, k)] for samples in SAMPLES]
+        expected = sum(sum(passed) / len(passed) for passed in per_prompt) / len(SAMPLES)
+        assert metrics[f"eval/pass@{k}"] == pytest.approx(expected, rel=1e-9), k
+
+
+@each_script
+def test_accuracy_counts_greedy_completions_with_the_full_reward(script, evaluate):
+    metrics, _ = evaluate(script)
+    assert metrics["eval/accuracy"] == pytest.approx(3 / 7)
+
+
+@each_script
+def test_one_greedy_completion_and_samples_at_the_temperature_of_training(script, evaluate):
+    _, sampled = evaluate(script, temperature=0.7)
+    assert sampled == [(PROMPTS, 1, 0.0), (PROMPTS, 4, 0.7)]
+
+
+@each_script
+def test_ranks_share_the_held_out_prompts(script, evaluate):
+    """Each has its part of the sums, divided by the number of all prompts."""
+    whole, _ = evaluate(script)
+    parts = [evaluate(script, rank=rank, world_size=2) for rank in (0, 1)]
+    shares = [[prompt["prompt"] for prompt in sampled[0][0]] for _, sampled in parts]
+    assert sorted(sum(shares, [])) == [prompt["prompt"] for prompt in PROMPTS] and min(map(len, shares)) == 3
+    for key in whole:
+        if key.startswith("eval/"):
+            assert sum(metrics[key] for metrics, _ in parts) == pytest.approx(whole[key]), key
+
+
+@each_script
+def test_evaluation_draws_the_same_samples_every_time(script, evaluate):
+    states = []
+    for seed in (5, 5, 6):
+        torch.rand(3)  # training in between
+        evaluate(script, seed=seed)
+        states.append(torch.rand(3).tolist())
+    assert states[0] == states[1] != states[2]
+
+
+# ---- scores of PPO
+
+
+def test_score_of_a_cut_off_completion_is_less_by_the_penalty(evaluate):
+    metrics, _ = evaluate(ppo_rlhf, missing_stop_penalty=2.0)
+    assert metrics["eval/score"] == pytest.approx((sum(GREEDY) - 2.0 * sum(TRUNCATED)) / 7)
+
+
+@pytest.mark.parametrize("penalty", [0.0, 2.0])
+@pytest.mark.parametrize("scored", [True, False])
+def test_the_penalty_is_in_units_of_the_normalised_score(monkeypatch, penalty, scored):
+    """A reward model's score is normalised first; without one the reward of the rule is the score."""
+    raw = torch.tensor([7.0, 3.0, -1.0])
+    monkeypatch.setattr(ppo_rlhf, "look_up", lambda _model, _batch, _max_tokens: [raw])
+    batch = {"rewards": torch.tensor([1.0, 0.0, 0.5]), "truncated": torch.tensor([False, True, True])}
+    policy = SimpleNamespace(score_mean=3.0, score_std=4.0)
+    args = ppo_rlhf.Args(missing_stop_penalty=penalty, microbatch_tokens=9)
+    scores = ppo_rlhf.score_batch(object() if scored else None, batch, policy, args)
+    expected = [1.0, 0.0 - penalty, -1.0 - penalty] if scored else [1.0, 0.0 - penalty, 0.5 - penalty]
+    assert scores.tolist() == expected

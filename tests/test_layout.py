@@ -1,0 +1,101 @@
+"""The story first: each script reads from its paper to its training loop above one line, and has its plumbing below."""
+
+import ast
+import re
+
+import pytest
+from test_copies import ALL, BLOCK, MARKER, ROOT, definitions
+
+# Lines above the line, and of main, at most.
+LINES = dict.fromkeys(ALL, 300) | {"dapo": 340, "dpo": 330, "ppo_rlhf": 420, "reward_model": 260, "sft": 260}
+MAIN = dict.fromkeys(ALL, 95) | {"ppo_rlhf": 120}
+FUNCTION = 40
+
+
+def halves(script):
+    """The text above the line and the text below it."""
+    above, marker, below = (ROOT / f"{script}.py").read_text(encoding="utf-8").partition(MARKER)
+    assert marker and MARKER not in below
+    return above, below
+
+
+def top_level_names(text):
+    return [node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+
+
+def names_used(source, known):
+    """Those of the known names that a definition uses, in the order of its text."""
+    found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name) and node.id in known]
+    return list(dict.fromkeys(node.id for node in sorted(found, key=lambda node: (node.lineno, node.col_offset))))
+
+
+def order_of_use(script):
+    """Every function in the order in which main comes to it, callees under their first caller."""
+    sources, order = definitions(script), []
+
+    def visit(name):
+        if name not in order:
+            order.append(name)
+            for callee in names_used(sources[name], sources):
+                visit(callee)
+
+    visit("main")
+    return order
+
+
+def algorithm_flags(script):
+    """The flags in the last group of Args, which are the paper's own."""
+    group = definitions(script)["Args"].partition("    # the algorithm\n")[2]
+    return re.findall(r"^    (\w+):", group, re.MULTILINE)
+
+
+@pytest.mark.parametrize("script", ALL)
+def test_the_story_fits_above_the_line(script):
+    assert len(halves(script)[0].splitlines()) <= LINES[script]
+
+
+@pytest.mark.parametrize("script", ALL)
+def test_main_fits_on_a_page(script):
+    assert len(definitions(script)["main"].splitlines()) <= MAIN[script]
+
+
+@pytest.mark.parametrize("script", ALL)
+def test_functions_below_the_line_are_short(script):
+    sources = definitions(script)
+    lengths = {name: len(sources[name].splitlines()) for name in top_level_names(halves(script)[1])}
+    assert {name: length for name, length in lengths.items() if length > FUNCTION} == {}
+
+
+@pytest.mark.parametrize("script", ALL)
+def test_above_the_line_stands_the_algorithm_in_reading_order(script):
+    names = top_level_names(halves(script)[0])
+    assert names[:2] == ["by_model", "Args"] and names[-2:] == ["accumulate_gradients", "main"]
+    assert "reward_fn" not in names or names[2] == "reward_fn"
+    assert halves(script)[0].startswith('"""') and halves(script)[1].endswith("\n    main(tyro.cli(Args))\n")
+
+
+@pytest.mark.parametrize("script", [script for script in ALL if script not in BLOCK] + ["grpo"])
+def test_below_the_line_functions_stand_in_the_order_in_which_main_calls_them(script):
+    names = top_level_names(halves(script)[1])
+    assert names == [name for name in order_of_use(script) if name in names]
+
+
+@pytest.mark.parametrize("script", ALL)
+def test_functions_below_the_line_name_no_quantity_of_the_paper(script):
+    tree, flags = ast.parse(halves(script)[1]), {*algorithm_flags(script), "ref"}
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    names |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    assert names & flags == set()
+
+
+@pytest.mark.parametrize("script", BLOCK)
+def test_the_block_below_the_line_is_one_and_the_same(script):
+    assert halves(script)[1] == halves("grpo")[1]
+
+
+@pytest.mark.parametrize("script", ALL)
+def test_nothing_in_a_script_is_left_over(script):
+    """Each function is reached from main: in the five with one block, from one of their mains."""
+    used = {name for other in (BLOCK if script in BLOCK else [script]) for name in order_of_use(other)}
+    assert set(definitions(script)) - {"by_model", "Args"} <= used

@@ -1,0 +1,370 @@
+"""What main wires together, in one short recorded run of every script: rows, divisors, learning rates, references."""
+
+import json
+import math
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+
+import datasets
+import pytest
+import torch
+
+import dapo
+import dpo
+import dr_grpo
+import grpo
+import gspo
+import ppo_rlhf
+import reinforce
+import reward_model
+import sft
+
+CLIPPED = ["grpo", "grpo without KL", "dr_grpo", "dapo", "gspo"]
+ONLINE = [*CLIPPED, "reinforce"]
+SAMPLED = [*ONLINE, "ppo_rlhf"]
+SUPERVISED = ["reward_model", "dpo", "sft"]
+SCRIPTS = {"grpo without KL": grpo} | {
+    script.__name__: script for script in (grpo, dr_grpo, dapo, gspo, reinforce, ppo_rlhf, reward_model, dpo, sft)
+}
+GROUP_SIZE, PROMPTS_PER_STEP, NUM_STEPS = 4, 4, 3
+ROWS = [  # for every script
+    {"prompt": f"{i}+1=", "answer": str(i + 1), "completion": f"{i + 1}", "chosen": f"{i + 1}", "rejected": f"{i}{i}"}
+    for i in range(1, 13)
+]
+SETTINGS = {"num_steps": NUM_STEPS, "learning_rate": 1e-3, "value_learning_rate": 2e-3}
+SETTINGS |= {"prompts_per_step": PROMPTS_PER_STEP, "group_size": GROUP_SIZE, "temperature": 0.8, "max_rounds": 2}
+SETTINGS |= {"max_completion_length": 12, "overlong_buffer": 4, "max_grad_norm": 0.25, "microbatch_tokens": 64}
+SETTINGS |= {"eval_prompts": 0, "eval_dataset": "", "beta": 0.1, "reward_model": "none", "seed": 3}
+OWN = {"grpo without KL": {"kl_coef": 0.0, "update_epochs": 2}}
+OWN["ppo_rlhf"] = {"update_epochs": 2, "gamma": 0.99, "gae_lambda": 0.9, "kl_coef": 0.1, "missing_stop_penalty": 0.5}
+INPUTS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+
+
+def score(text, answer):
+    """A reward by chance, but always 0 where the answer is a multiple of 4: some groups have no signal."""
+    return float(int(answer) % 4 != 0 and sum(text.encode()) % 2)
+
+
+def logprobs_of(script, model, batch):
+    with torch.no_grad():
+        return script.token_logprobs(model, *(batch[key] for key in INPUTS), SETTINGS["temperature"])[0]
+
+
+def gradient_norm(policy):
+    gradients = [parameter.grad for parameter in policy.parameters() if parameter.grad is not None]
+    return math.sqrt(sum(gradient.square().sum().item() for gradient in gradients))
+
+
+def record(name, folder):
+    """Run main and keep what reaches its optimizer steps and leaves its rollouts."""
+    script, patch = SCRIPTS[name], pytest.MonkeyPatch()
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    settings = SETTINGS | {"warmup_steps": 2 if name in SUPERVISED else 4} | OWN.get(name, {})
+    settings["minibatch_size"] = minibatch_size = 2 if name == "ppo_rlhf" else 4 if name in SUPERVISED else 8
+    settings |= {"dataset": str(folder / "rows.jsonl"), "run_dir": str(folder / "run")}
+    args = script.Args(**{field.name: settings[field.name] for field in fields(script.Args) if field.name in settings})
+    run = SimpleNamespace(name=name, script=script, args=args, updates=[], rollouts=[], minibatch_size=minibatch_size)
+    accumulate, step_optimizer = script.accumulate_gradients, script.step_optimizer
+
+    def recorded_accumulate(policy, batch, rows, divisor, *rest):
+        before = gradient_norm(policy)  # left by the optimizer step before
+        is_first = not run.updates or run.updates[-1].batch is not batch
+        logprobs = logprobs_of(script, policy.model, batch) if is_first and name in SAMPLED else None
+        metrics = accumulate(policy, batch, rows, divisor, *rest)
+        update = SimpleNamespace(batch=batch, rows=rows.tolist(), divisor=float(divisor), metrics=metrics)
+        update.gradient_before, update.gradient_after = before, gradient_norm(policy)
+        update.sampling_logprobs = logprobs if is_first else run.updates[-1].sampling_logprobs
+        run.updates.append(update)
+        return metrics
+
+    def recorded_step(*arguments):
+        run.updates[-1].learning_rate, run.updates[-1].max_grad_norm = arguments[-2:]
+        run.updates[-1].grad_norm = step_optimizer(*arguments)
+        return run.updates[-1].grad_norm
+
+    def recorded_rollout(model, tokenizer, prompts, *rest):
+        batch, texts = rollout(model, tokenizer, prompts, *rest)
+        run.rollouts.append((prompts, batch, texts))
+        return batch, texts
+
+    with patch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
+        patch.setattr(script, "accumulate_gradients", recorded_accumulate)
+        patch.setattr(script, "step_optimizer", recorded_step)
+        if name in SAMPLED:
+            rollout = script.rollout
+            patch.setattr(script, "rollout", recorded_rollout)
+            patch.setattr(script, "reward_fn", score)
+        script.main(args)
+    run.lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()][1:]
+    run.steps = [[update for update in run.updates if update.batch is batch] for batch in batches_of(run)]
+    return run
+
+
+def batches_of(run):
+    batches = []
+    for update in run.updates:
+        if not batches or batches[-1] is not update.batch:
+            batches.append(update.batch)
+    return batches
+
+
+def groups_found(batch):
+    """The groups that dapo trains on: the first four that have both rewards."""
+    rewards = batch["rewards"].view(-1, GROUP_SIZE)
+    return (rewards != rewards[:, :1]).any(1).nonzero().squeeze(1).tolist()[:PROMPTS_PER_STEP]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Returns the recorded run of a name, which is made when it is first asked for."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            made[name] = record(name, tmp_path_factory.mktemp("steps"))
+        return made[name]
+
+    return get
+
+
+def each(names):
+    return pytest.mark.parametrize("name", names)
+
+
+# ---- the optimizer step
+
+
+def linear_with_gradient(gradient):
+    policy = torch.nn.Linear(3, 1, bias=False)
+    policy.weight.grad = torch.tensor([gradient])
+    return policy
+
+
+@pytest.mark.parametrize("gradient, factor", [([3.0, 0.0, 4.0], 0.1), ([0.3, 0.0, 0.1], 1.0)])
+@each([name for name in SCRIPTS if name not in ("grpo without KL", "ppo_rlhf")])
+def test_a_gradient_is_scaled_down_to_the_largest_norm(name, gradient, factor):
+    policy = linear_with_gradient(gradient)
+    before, optimizer = policy.weight.detach().clone(), torch.optim.SGD(policy.parameters())
+    norm = SCRIPTS[name].step_optimizer(policy, optimizer, 0.2, 0.5)
+    assert norm == pytest.approx(math.hypot(*gradient))  # before clipping
+    torch.testing.assert_close(policy.weight.detach(), before - 0.2 * factor * torch.tensor([gradient]))
+
+
+def test_gradients_of_policy_and_value_model_are_scaled_down_apart():
+    gradients, learning_rates, factors = ([3.0, 0.0, 4.0], [0.3, 0.0, 0.1]), (0.2, 0.1), (0.1, 1.0)
+    trained = [linear_with_gradient(gradient) for gradient in gradients]
+    before = [model.weight.detach().clone() for model in trained]
+    optimizer = torch.optim.SGD([{"params": list(model.parameters())} for model in trained])
+    assert ppo_rlhf.step_optimizer(optimizer, learning_rates, 0.5) == pytest.approx([5.0, math.hypot(0.3, 0.1)])
+    for model, old, gradient, learning_rate, factor in zip(trained, before, gradients, learning_rates, factors):
+        torch.testing.assert_close(model.weight.detach(), old - learning_rate * factor * torch.tensor([gradient]))
+
+
+@each(SCRIPTS)
+def test_the_largest_norm_is_that_of_the_settings(runs, name):
+    assert {update.max_grad_norm for update in runs(name).updates} == {SETTINGS["max_grad_norm"]}
+
+
+@each(SCRIPTS)
+def test_an_optimizer_step_has_no_gradient_of_the_one_before(runs, name):
+    updates = runs(name).updates
+    assert [update.gradient_before for update in updates] == [0.0] * len(updates)
+    assert sum(update.gradient_after > 0 for update in updates) > 1
+
+
+@each(SCRIPTS)
+def test_the_learning_rate_rises_over_the_warm_up(runs, name):
+    """Then it stays; that of reward_model and sft has fallen to 0 in the last step."""
+    run = runs(name)
+    per_step = {"reinforce": 1, "grpo without KL": 4, "ppo_rlhf": 4}.get(name, 1 if name in SUPERVISED else 2)
+    assert len(run.updates) == NUM_STEPS * per_step
+    expected = [1e-3 * min(1.0, number / run.args.warmup_steps) for number in range(1, NUM_STEPS * per_step + 1)]
+    if name in ("reward_model", "sft"):
+        expected[-1] = 0.0
+    found = [update.learning_rate for update in run.updates]
+    if name == "ppo_rlhf":
+        found, of_values = zip(*found)
+        assert of_values == pytest.approx([2 * rate for rate in expected])
+        assert [line["optim/value_learning_rate"] for line in run.lines] == list(of_values[per_step - 1 :: per_step])
+    assert found == pytest.approx(expected)
+    assert [line["optim/learning_rate"] for line in run.lines] == list(found[per_step - 1 :: per_step])
+
+
+# ---- the rows of a step
+
+
+@each(SAMPLED)
+def test_a_reward_is_that_of_its_own_prompt_and_completion(runs, name):
+    rewards = []
+    for prompts, batch, texts in runs(name).rollouts:
+        num_samples = len(texts) // len(prompts)
+        assert num_samples == (1 if name == "ppo_rlhf" else GROUP_SIZE)
+        expected = [score(text, prompts[row // num_samples]["answer"]) for row, text in enumerate(texts)]
+        assert batch["rewards"].tolist() == expected
+        rewards += expected
+    assert 0 < sum(rewards) < len(rewards)
+
+
+@each([name for name in SCRIPTS if name != "dapo"])
+def test_a_pass_trains_on_every_row_once(runs, name):
+    """The twelve rows are those of three steps."""
+    run = runs(name)
+    if name in SAMPLED:
+        rows = [prompt["prompt"] for prompts, *_ in run.rollouts for prompt in prompts]
+    else:
+        rows = [ids for batch in batches_of(run) for ids in batch["prompt_ids"].tolist()]
+        rows = ["".join(map(str, ids)) for ids in rows]
+    assert len(rows) == len(set(rows)) == len(ROWS)
+
+
+@each(CLIPPED)
+def test_rows_of_advantage_0_are_trained_for_the_kl_term_alone(runs, name):
+    """Without one they cost no pass; the others are in one minibatch each of every epoch."""
+    epochs, num_dead = OWN.get(name, {}).get("update_epochs", 1), 0
+    for updates in runs(name).steps:
+        advantages = updates[0].batch["advantages"]
+        live = advantages.nonzero().squeeze(1).tolist()
+        if name == "grpo":
+            live = list(range(len(advantages)))
+        elif name == "dapo":  # a late answer may have an advantage where all are right
+            live = [row for row in live if row // GROUP_SIZE in groups_found(updates[0].batch)]
+        num_dead += (advantages == 0).sum().item()
+        assert sorted(row for update in updates for row in update.rows) == sorted(live * epochs)
+    assert num_dead > 0
+
+
+def test_rows_of_advantage_0_cost_reinforce_no_pass(runs):
+    for update in runs("reinforce").updates:
+        assert update.rows == update.batch["advantages"].nonzero().squeeze(1).tolist()
+    assert sum(len(update.rows) for update in runs("reinforce").updates) < NUM_STEPS * PROMPTS_PER_STEP * GROUP_SIZE
+
+
+def test_the_kl_term_pulls_rows_of_advantage_0(runs, tmp_path, monkeypatch):
+    """With nothing to learn from rewards the reference has all the gradient, once it is another policy."""
+    lookup_logprobs = grpo.lookup_logprobs
+
+    def lookup(policy, *rest):
+        logprobs = lookup_logprobs(policy, *rest)
+        return logprobs if any(p.requires_grad for p in policy.parameters()) else logprobs - 0.5 * (logprobs != 0)
+
+    monkeypatch.setattr(grpo, "lookup_logprobs", lookup)
+    monkeypatch.setattr(grpo, "reward_fn", lambda _text, _answer: 1.0)
+    dataset = runs("grpo").args.dataset
+    settings = {"num_steps": 1, "prompts_per_step": 4, "group_size": 2, "minibatch_size": 8, "eval_prompts": 0}
+    grpo.main(grpo.Args(dataset=dataset, run_dir=str(tmp_path / "run"), max_completion_length=12, **settings))
+    line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[1])
+    assert line["reward/zero_std_all_right"] == 1 and line["loss/policy"] == 0
+    assert line["optim/grad_norm"] > 1e-3
+    k3 = math.exp(-0.5) + 0.5 - 1
+    assert line["policy/ref_kl"] == pytest.approx(k3, rel=1e-4)
+    assert line["loss/kl"] == pytest.approx(0.04 * k3, rel=1e-4)
+
+
+@each(SCRIPTS)
+def test_rows_without_gradient_count_in_the_divisor(runs, name):
+    run = runs(name)
+    for updates in run.steps:
+        batch, divisors = updates[0].batch, [update.divisor for update in updates]
+        if name == "dapo":  # tokens of all completions that were found, in two minibatches
+            num_tokens = batch["completion_mask"].view(-1, GROUP_SIZE, 12)[groups_found(batch)].sum().item()
+            assert sum(divisors) == max(num_tokens, len(updates)) and len(set(divisors)) > 1
+        elif name == "ppo_rlhf":
+            assert divisors == [batch["completion_mask"][update.rows].sum().item() for update in updates]
+        elif name == "sft":
+            assert divisors == [batch["loss_mask"].sum().item()]
+        elif name == "reinforce":
+            assert divisors == [PROMPTS_PER_STEP * GROUP_SIZE]
+        else:
+            assert divisors == [run.minibatch_size] * len(updates)
+
+
+# ---- policies that are not trained
+
+
+@each([*CLIPPED, "ppo_rlhf"])
+def test_old_logprobs_are_those_of_the_policy_that_sampled(runs, name):
+    """Of every row that is no longer on policy: those of the first minibatch come back in the second epoch only."""
+    compared = 0
+    for updates in runs(name).steps:
+        for update in updates[1:]:
+            old = update.batch["old_logprobs"][update.rows]
+            expected = update.sampling_logprobs[update.rows]
+            torch.testing.assert_close(old, expected, rtol=1e-4, atol=1e-5)
+            compared += (expected < 0).sum().item()
+    assert compared > 20
+
+
+@each([*CLIPPED, "ppo_rlhf"])
+def test_the_first_minibatch_is_on_policy_and_no_other(runs, name):
+    num_moved = 0
+    for updates in runs(name).steps:
+        divergences = [update.metrics["policy/approx_kl"].item() for update in updates]
+        moved = [i for i in range(1, len(updates)) if updates[i].rows and updates[0].rows]
+        assert divergences[0] == 0 and all(divergences[i] > 0 for i in moved)
+        num_moved += len(moved)
+    assert num_moved > 1
+
+
+@each(["grpo", "ppo_rlhf"])
+def test_the_reference_stays_the_initial_model(runs, name):
+    run = runs(name)
+    initial, _ = run.script.load_model(str(Path(grpo.HERE) / "models" / "tiny"), torch.device("cpu"))
+    for update in run.updates:
+        expected = logprobs_of(run.script, initial, update.batch)
+        torch.testing.assert_close(update.batch["ref_logprobs"], expected, rtol=1e-4, atol=1e-5)
+    assert (run.updates[-1].sampling_logprobs - expected).abs().max() > 0.01  # the policy went elsewhere
+
+
+def test_ppo_whitens_advantages_and_not_returns(runs):
+    run = runs("ppo_rlhf")
+    for batch in batches_of(run):
+        mask, values = batch["completion_mask"], batch["old_values"]
+        torch.testing.assert_close(batch["scores"], batch["rewards"] - 0.5 * batch["truncated"].float())
+        rewards = ppo_rlhf.token_rewards(batch["scores"], batch["old_logprobs"], batch["ref_logprobs"], mask, 0.1)
+        advantages, returns = ppo_rlhf.compute_advantages(rewards, values, mask, 0.99, 0.9)
+        torch.testing.assert_close(batch["returns"], returns)
+        torch.testing.assert_close(batch["advantages"], ppo_rlhf.whiten(advantages, mask))
+        assert (batch["advantages"] - advantages).abs().max() > 0.1
+    assert any(batch["truncated"].any() for batch in batches_of(run))
+
+
+# ---- metrics
+
+
+@each(SCRIPTS)
+def test_losses_and_policy_metrics_are_means_over_the_whole_step(runs, name):
+    run = runs(name)
+    keys = {key for key in run.lines[0] if key.startswith(("loss/", "policy/", "value/", "pair/"))}
+    keys -= {"value/explained_variance"}
+    assert len(keys) > (1 if name in ("reinforce", "sft") else 4)
+    for updates, line in zip(run.steps, run.lines, strict=True):
+        for key in keys:
+            values = [update.metrics[key].item() for update in updates]
+            kind = "sequences" if "sequences" in key else "pairs" if key.startswith("pair/") else "tokens"
+            counts = [u.divisor if key.startswith("loss/") else u.metrics[f"num_{kind}"].item() for u in updates]
+            expected = max(values) if key.endswith("_max") else sum(values) / max(1, sum(counts))
+            assert line[key] == pytest.approx(expected, rel=1e-6), key
+        norms = [update.grad_norm[0] if name == "ppo_rlhf" else update.grad_norm for update in updates]
+        assert line["optim/grad_norm"] == pytest.approx(sum(norms) / len(norms))
+
+
+@each(SAMPLED)
+def test_rewards_and_lengths_are_means_over_the_rollout(runs, name):
+    run = runs(name)
+    rollouts = iter(run.rollouts)
+    for line in run.lines:
+        batches = [next(rollouts)[1] for _ in range(line.get("rollout/rounds", 1))]
+        rewards, truncated = (torch.cat([batch[key] for batch in batches]).double() for key in ("rewards", "truncated"))
+        lengths = torch.cat([batch["completion_mask"] for batch in batches]).sum(1).double()
+        assert line["rollout/completions"] == len(rewards)
+        assert line["reward/mean"] == pytest.approx(rewards.mean().item())
+        assert line["rollout/length_mean"] == pytest.approx(lengths.mean().item())
+        assert line["rollout/length_max"] == lengths.max() and line["rollout/truncated"] == truncated.mean()
+        if name != "ppo_rlhf":
+            groups = rewards.view(-1, GROUP_SIZE)
+            assert line["reward/std"] == pytest.approx(groups.std(1).mean().item())
+            assert line["reward/zero_std_all_wrong"] == pytest.approx((groups.sum(1) == 0).double().mean().item())
+            assert line["reward/zero_std_all_right"] == pytest.approx((groups.sum(1) == 4).double().mean().item())
+    assert next(rollouts, None) is None
