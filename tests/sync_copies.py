@@ -17,12 +17,13 @@ def carry(source, target, folder=ROOT):
     path = folder / f"{target}.py"
     text, ours, theirs = path.read_text(encoding="utf-8"), definitions(source, folder), definitions(target, folder)
     names = [name for name, scripts in SHARED if source in scripts and target in scripts]
-    if missing := [name for name in names if name not in theirs]:
+    whole = source in BLOCK and target in BLOCK
+    if missing := [name for name in names if name not in theirs and not whole]:
         print(f"{target}.py lacks {', '.join(missing)}: add it where main first needs it", file=sys.stderr)
     changed = [name for name in names if name in theirs and ours[name] != theirs[name]]
     for name in changed:
         text = text.replace(theirs[name], ours[name])
-    if source in BLOCK and target in BLOCK:
+    if whole:
         block = (folder / f"{source}.py").read_text(encoding="utf-8").partition(MARKER)[2]
         if text.partition(MARKER)[2] != block:
             text = text.partition(MARKER)[0] + MARKER + block

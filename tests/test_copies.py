@@ -1,6 +1,7 @@
 """The scripts share no module: what they share is copied. This table says what, and the copies must be identical."""
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -98,13 +99,18 @@ OWN_OF = {
 }
 
 
-def definitions(script, folder=ROOT):
-    """{name: source} of the functions and classes of a script."""
-    source = (folder / f"{script}.py").read_text(encoding="utf-8")
+@functools.cache
+def split(source):
+    """{name: source} of the functions and classes in a script's text."""
     nodes = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     lines = source.splitlines()
     first = {node.name: min([node.lineno, *(d.lineno for d in node.decorator_list)]) for node in nodes}
     return {node.name: "\n".join(lines[first[node.name] - 1 : node.end_lineno]) for node in nodes}
+
+
+def definitions(script, folder=ROOT):
+    """{name: source} of the functions and classes of a script."""
+    return split((folder / f"{script}.py").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("name, scripts", SHARED)
