@@ -192,9 +192,9 @@ def accumulate_gradients(policy, batch, rows, divisor, args):
 def main(args):
     rank, world_size, device = init_ranks()
     args = resolve_args(args)
-    check_args(args, world_size)
     if not 0 < args.beta < math.inf:
         raise SystemExit(f"--beta {args.beta}: must be positive")
+    check_args(args, world_size)
     if args.label_smoothing >= 0.5:
         raise SystemExit(f"--label-smoothing {args.label_smoothing}: must be under 0.5, or labels mean nothing")
     model, tokenizer = load_model(args.model, device)

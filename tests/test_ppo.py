@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from preference_ranks import INPUTS, PAIRS, build_actor_critic, build_scorer, make_ppo_batch
+from test_family import CLIP_CASES
 from test_gradients import COMPLETIONS, MAX_LENGTH, PROMPTS, TEMPERATURE, VOCAB_SIZE, exact_logprobs, gradient_of
 from test_losses import read_oracle, tensor
 from tiny import PAD_ID, build_model, pad_right, relative_error
@@ -284,6 +285,15 @@ def test_policy_gradient_at_ratio_1_is_minus_the_advantages(clip_eps):
     logprobs = x["logprobs"].requires_grad_()
     policy_loss(logprobs, logprobs.detach(), x["advantages"], x["completion_mask"], clip_eps)[0].backward()
     torch.testing.assert_close(logprobs.grad, -x["advantages"] * x["completion_mask"])
+
+
+@pytest.mark.parametrize("advantage, ratio, gradient", CLIP_CASES)
+def test_where_the_clip_stops_the_gradient(advantage, ratio, gradient):
+    """However far the ratio of a bad token rises, there is no second clip."""
+    old_logprobs = tensor([[-1.0, -2.0]])
+    logprobs = (old_logprobs + math.log(ratio)).requires_grad_()
+    policy_loss(logprobs, old_logprobs, tensor([[advantage, 5.0]]), torch.tensor([[1, 0]]), 0.2)[0].backward()
+    torch.testing.assert_close(logprobs.grad, tensor([[gradient, 0.0]]), rtol=1e-12, atol=0)
 
 
 def value_results(**changes):

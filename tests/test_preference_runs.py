@@ -373,6 +373,7 @@ BAD_SETTINGS = [
     (dpo, {"label_smoothing": 0.5}, "--label-smoothing 0.5"),
     (dpo, {"label_smoothing": -0.1}, "--label-smoothing -0.1"),
     (dpo, {"beta": 0.0}, "--beta 0.0: must be positive"),
+    (dpo, {"beta": -1.0}, "--beta -1.0: must be positive"),
     (dpo, {"temperature": 0.0}, "--temperature 0.0"),
     (dpo, {"dataset": str(ROOT / "data" / "addition")}, "columns chosen and rejected; found prompt, answer"),
     (reward_model, {"dataset": str(ROOT / "data" / "addition")}, "columns chosen and rejected; found prompt, answer"),
