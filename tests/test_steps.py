@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import datasets
 import pytest
 import torch
+from preference_ranks import build_scorer
+from tiny import COMPLETIONS, PAD_ID, PROMPTS, build_model, pad_right
 
 import dapo
 import dpo
@@ -193,6 +195,21 @@ def test_the_learning_rate_rises_over_the_warm_up(runs, name):
 
 
 # ---- the rows of a step
+
+
+@each([name for name in SCRIPTS if name != "grpo without KL"])
+def test_a_forward_pass_leaves_ids_and_masks_as_they_are(name):
+    """Inputs that no other pass has seen: to write the same again would not show."""
+    script = SCRIPTS[name]
+    inputs = *script.pad_left(PROMPTS, PAD_ID, "cpu"), *pad_right(COMPLETIONS, 9)
+    before = [x.clone() for x in inputs]
+    if hasattr(script, "token_logprobs"):
+        script.token_logprobs(build_model("llama"), *inputs, 0.7)
+    if hasattr(script, "sequence_scores"):
+        script.sequence_scores(build_scorer(), *inputs)
+    if hasattr(script, "token_values"):
+        script.token_values(build_scorer(), *inputs)
+    assert all(map(torch.equal, inputs, before)) and not inputs[3].all()
 
 
 @each(SAMPLED)
