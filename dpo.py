@@ -28,22 +28,31 @@ Departures from the paper
     python dpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset trl-lib/ultrafeedback_binarized
 """
 
+import contextlib
 import copy
+import fcntl
+import hashlib
+import inspect
 import json
 import math
 import os
 import re
 import resource
 import secrets
+import shlex
 import shutil
 import signal
 import sys
 import time
 import warnings
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, make_dataclass
 from datetime import timedelta
 from fractions import Fraction
 from pathlib import Path
+from typing import Annotated
+
+if __name__ == "__main__":  # until there is something to save, Ctrl-C just ends it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch
 import torch.distributed as dist
@@ -51,7 +60,8 @@ import torch.distributed.checkpoint as dcp
 import transformers
 import tyro
 import wandb
-from datasets import disable_progress_bars, get_dataset_config_names, load_dataset
+from datasets import disable_progress_bars, get_dataset_config_names, load_dataset, logging
+from jinja2 import TemplateError
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import init_device_mesh
@@ -129,13 +139,23 @@ class Args:
     """chance that chosen and rejected are swapped in the data (cDPO)"""
 
 
-def reward_fn(completion, answer):
-    """Return 1.0 if the completion's final answer equals the answer (plain, or as in GSM8K after ####), else 0.0.
-
-    Edit this function, or assign another one to the module, to train on a reward of your own.
-    """
+def is_right(completion, answer):
+    """Does the completion's final answer equal the answer (plain, or as in GSM8K after ####)? Accuracy counts this."""
     given, gold = extract_answer(completion), parse_answer(extract_answer(answer) or answer)
-    return float(given is not None and gold is not None and parse_answer(given) == gold)
+    return given is not None and gold is not None and parse_answer(given) == gold
+
+
+def reward_fn(completion, answer):
+    """Return the reward of a completion. Edit this function, or assign another one to the module."""
+    return float(is_right(completion, answer))
+
+
+def score_completions(completions, rows):
+    """Return a reward for each completion; rows are the dataset's, with prompt, answer and all other columns.
+
+    Edit or replace this one for what needs the prompt or many completions at once: a judge, a test runner.
+    """
+    return [reward_fn(completion, row["answer"]) for completion, row in zip(completions, rows)]
 
 
 def preference_loss(
@@ -197,10 +217,8 @@ def main(args):
     check_args(args, world_size)
     if args.label_smoothing >= 0.5:
         raise SystemExit(f"--label-smoothing {args.label_smoothing}: must be under 0.5, or labels mean nothing")
-    model, tokenizer = load_model(args.model, device)
+    tokenizer = load_tokenizer(args.model)
     pad_id = tokenizer.pad_token_id or 0  # any will do: padding is known by the mask
-    stop_ids = find_stop_ids(model, tokenizer)
-    stop_id = stop_ids[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     train_pairs, eval_pairs, report = load_pairs(
         args.dataset,
         tokenizer,
@@ -208,28 +226,33 @@ def main(args):
         args.max_prompt_length,
         args.max_completion_length,
         args.eval_prompts,
-        stop_id,
+        find_turn_end(tokenizer),
     )
     eval_prompts = []
     if args.eval_dataset:
-        _, eval_prompts, _ = load_prompts(
-            args.eval_dataset, tokenizer, args.system_prompt, args.max_prompt_length, args.eval_prompts
+        _, eval_prompts, eval_report = load_prompts(
+            args.eval_dataset,
+            tokenizer,
+            args.system_prompt,
+            args.max_prompt_length,
+            args.eval_prompts,
+            "--eval-dataset",
         )
-    check_model(model, train_pairs[0]["prompt_ids"], args.max_prompt_length + args.max_completion_length)
+        report += f"\n{eval_report.splitlines()[-1]} of --eval-dataset"
+    model, stop_ids = load_model(args.model, tokenizer, device)
+    longest = max(len(row["prompt_ids"]) for row in train_pairs + eval_pairs + eval_prompts)
+    check_model(model, train_pairs[0]["prompt_ids"], longest + args.max_completion_length, generates=bool(eval_prompts))
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     sampler = make_sampler(model, device) if eval_prompts else model  # no copy where nothing will be sampled
     policy = shard(LogprobModel(model).train(), device)
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    last_step = open_run(args, policy, optimizer, tokenizer, report)
+    last_step, progress = open_run(args, policy, optimizer, tokenizer, report)
     # The reference is the policy before its first step: its log-probabilities are computed here, once.
     for name, pairs in (("train", train_pairs), ("held_out", eval_pairs)):
         path = Path(args.run_dir) / f"reference_{name}.json"
         add_reference(policy, pairs, path, last_step, pad_id, args, rank, world_size)
     stop_signals = catch_signals()
-    progress = tqdm(
-        total=args.num_steps, initial=max(0, last_step), desc=Path(__file__).stem, unit="step", disable=rank > 0
-    )
 
     for step in range(last_step + 1, args.num_steps + 1):  # step 0 only evaluates
         metrics, start = {}, time.perf_counter()
@@ -258,7 +281,7 @@ def main(args):
             metrics |= evaluate_pairs(policy, eval_pairs, pad_id, args, rank, world_size)
             if eval_prompts:
                 sync_sampler(policy, sampler)
-                metrics |= evaluate(sampler, tokenizer, eval_prompts, stop_ids, args, rank, world_size)
+                metrics |= evaluate(sampler, tokenizer, eval_prompts, stop_ids, args, step, rank, world_size)
             metrics["perf/eval_seconds"] = time.perf_counter() - start  # of both
         if rank == 0:
             log_step(args, step, metrics, progress)
@@ -268,10 +291,7 @@ def main(args):
         if stopping:
             break
 
-    progress.close()
-    wandb.finish()
-    if rank == 0:
-        print_summary(args)
+    end_run(args, progress, stop_signals)
 
 
 # ---- below: plumbing, byte-identical in every script that has it, in the order in which main calls it
@@ -282,8 +302,30 @@ DEFAULTS = {field.name: tuple(field.metadata.values()) for field in fields(Args)
 EVAL_SAMPLES = 4  # completions per held-out prompt, for pass@1, pass@2 and pass@4
 
 
+def parse_args():
+    """Return Args from the command line, whose help has a section for each comment in Args and one default a flag."""
+    source, sections = inspect.getsource(Args), {}
+    for setting in fields(Args):
+        before, _, after = source.partition(f"\n    {setting.name}: ")
+        title = re.findall(r"\n    # (.*)", "\n    # settings" + before)[-1]
+        hint, words = {}, re.match(r'.*\n    """(.*)"""', after)
+        if words:
+            hint["help"] = words[1]
+        if setting.default is None:  # the words tell what it will be
+            kind = getattr(setting.type, "__args__", [setting.type])[0]
+            hint |= {"help_behavior_hint": "", "metavar": kind.__name__.upper()}
+        default = field(default=setting.default, default_factory=setting.default_factory)
+        section = sections.setdefault(re.sub(r"\W+", "_", title), [])
+        section.append((setting.name, Annotated[setting.type, tyro.conf.arg(**hint)], default))
+    kinds = {name: make_dataclass(name, settings) for name, settings in sections.items()}
+    members = [(name, tyro.conf.OmitArgPrefixes[kind], field(default_factory=kind)) for name, kind in kinds.items()]
+    given = tyro.cli(make_dataclass("Args", members), description=Args.__doc__)
+    return Args(**{name: value for section in vars(given).values() for name, value in vars(section).items()})
+
+
 def init_ranks():
     """Join the processes that torchrun started, if it did; return rank, world size and device."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until catch_signals, Ctrl-C just ends the process
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -295,35 +337,73 @@ def init_ranks():
 
 def resolve_args(args):
     """Return the settings of the run to resume, else args with the defaults of its model filled in."""
-    names = [field.name for field in fields(Args)]
+    values = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+    for name in ("model", "dataset", "eval_dataset", "reward_model", "run_dir", "resume"):
+        if values.get(name) == "" and DEFAULTS.get(name, [None])[-1] != "":
+            raise SystemExit(f'--{name.replace("_", "-")} "" is empty: is a shell variable not set?')
     if args.resume:
-        changed = [f.name for f in fields(Args) if getattr(args, f.name) != f.default]
-        changed = [name for name in changed if name not in ("resume", "num_steps")]
-        path = Path(args.resume) / "args.json"
-        if changed:
-            flags = ", ".join("--" + name.replace("_", "-") for name in changed)
-            raise SystemExit(f"--resume takes its settings from {path}: drop {flags}; only --num-steps may be given")
-        if not path.is_file():
-            raise SystemExit(f"--resume {args.resume}: not the folder of a run, it has no args.json")
-        saved = json.loads(path.read_text())
-        if sorted(saved) != sorted(names):
-            raise SystemExit(f"--resume {args.resume}: a run of another script or version")
-        num_steps = saved["num_steps"] if args.num_steps is None else args.num_steps
-        return Args(**{**saved, "resume": args.resume, "run_dir": args.resume, "num_steps": num_steps})
-    values = {name: getattr(args, name) for name in names}
+        return resume_args(args, values)
     for name, defaults in DEFAULTS.items():
         values[name] = defaults[not is_embedded(args.model)] if values[name] is None else values[name]
     values |= {"model": args.model or MODEL, "dataset": args.dataset or DATASET}
-    run_dir = [args.run_dir or f"runs/{Path(__file__).stem}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"]
+    for name in ("model", "dataset", "eval_dataset", "reward_model"):
+        if os.path.exists(values.get(name) or ""):
+            values[name] = os.path.abspath(values[name])  # it may be resumed from another folder
+    unique = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    run_dir = [values["run_dir"] or f"runs/{Path(__file__).stem}__{args.seed}__{unique}"]
     if dist.is_initialized():
-        dist.broadcast_object_list(run_dir)  # the clocks of ranks differ
+        dist.broadcast_object_list(run_dir)
     return Args(**{**values, "run_dir": run_dir[0]})
+
+
+def resume_args(args, values):
+    """Return the settings of the run to resume, or exit if it cannot go on; values are what was given now."""
+    path = Path(args.resume) / "args.json"
+    changed = [f.name for f in fields(Args) if values[f.name] != f.default]
+    if changed := [name for name in changed if name not in ("resume", "num_steps")]:
+        flags = ", ".join("--" + name.replace("_", "-") for name in changed)
+        raise SystemExit(f"--resume takes its settings from {path}: drop {flags}; only --num-steps may be given")
+    if not os.path.isfile(path):
+        meant = [f"; did you mean {run}?" for run in path.parents[1:3] if os.path.isfile(run / "args.json")]
+        raise SystemExit(f"--resume {args.resume}: not the folder of a run, it has no args.json{''.join(meant)}")
+    with one_line(f"{path} is damaged, or of a run of another script or version: put back what it was"):
+        saved = json.loads(path.read_text())
+        if not {"script", "processes", "data", "command", "functions", "wandb_id"} <= {*saved.pop("run")}:
+            raise ValueError('of "run" something is missing')
+        if saved.keys() != values.keys():
+            raise ValueError("it has other settings")
+        steps, num_steps = saved_steps(args.resume), args.num_steps
+        if not steps:
+            raise SystemExit(f"--resume {args.resume}: no state was saved there to go on from: start a new run")
+        saved["num_steps"] = saved["num_steps"] if num_steps is None else num_steps
+        if saved["num_steps"] < steps[-1]:
+            raise SystemExit(f"--num-steps {num_steps}: the run has done {steps[-1]} already")
+    return Args(**{**saved, "resume": values["resume"], "run_dir": values["resume"]})
+
+
+@contextlib.contextmanager
+def one_line(intro):
+    """Whatever fails inside ends the run with one line, the intro and the reason, instead of a traceback."""
+    try:
+        yield
+    except (Exception, dcp.api.CheckpointException) as error:
+        error = next(iter(getattr(error, "failures", {0: [error]}).values()))[0]  # of a checkpoint's, the first rank's
+        reason = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
+        reason = reason if len(reason) <= 220 else f"{reason[:110]} ... {reason[-110:]}"
+        raise SystemExit(f"{intro}: {reason}") from None
+
+
+def saved_steps(run_dir):
+    """The steps of which there is a complete state, in order."""
+    return sorted(int(path.name) for path in Path(run_dir, "state").glob("*") if path.name.isdigit())
 
 
 def is_embedded(model):
     """Is this models/tiny, or what one of these scripts made of it?"""
-    config = Path(model or HERE / "models" / "tiny") / "config.json"
-    return model is None or (config.is_file() and json.loads(config.read_text()).get("vocab_size", math.inf) < 100)
+    try:
+        return model is None or json.loads(Path(model, "config.json").read_text())["vocab_size"] < 100
+    except (OSError, ValueError, KeyError, TypeError):  # load_tokenizer and load_model say what is wrong
+        return False
 
 
 def check_args(args, world_size):
@@ -332,8 +412,13 @@ def check_args(args, world_size):
     at_least_1 += ("microbatch_tokens", "update_epochs", "max_rounds", "eval_every", "save_every")
     for name, value in vars(args).items():
         flag = f"--{name.replace('_', '-')} {value}"
+        kinds = getattr(Args.__dataclass_fields__[name].type, "__args__", (Args.__dataclass_fields__[name].type,))
+        if {int, float} & {*kinds} and (type(value) not in (int, *kinds) or (value is None and name in DEFAULTS)):
+            raise SystemExit(f"{flag}: must be a number of type {kinds[0].__name__}")
         if (name in ("temperature", "max_grad_norm") or name.endswith("learning_rate")) and not 0 < value < math.inf:
             raise SystemExit(f"{flag}: must be positive")
+        if type(value) is float and not math.isfinite(value):
+            raise SystemExit(f"{flag}: must be a finite number")
         if type(value) in (int, float) and value < (name in at_least_1) and name != "seed":
             raise SystemExit(f"{flag}: must be at least {int(name in at_least_1)}")
         if name in ("prompts_per_step", "minibatch_size") and value % world_size:
@@ -342,109 +427,84 @@ def check_args(args, world_size):
     if sizes and math.prod(sizes.values()) % getattr(args, "minibatch_size", 1):
         product = " times ".join(f"--{name.replace('_', '-')} {size}" for name, size in sizes.items())
         raise SystemExit(f"{product} is not a multiple of --minibatch-size {args.minibatch_size}")
-    if not args.resume and Path(args.run_dir).exists():
-        raise SystemExit(f"--run-dir {args.run_dir} exists: choose another, or go on with --resume {args.run_dir}")
+    if args.track and os.environ.get("WANDB_MODE", "online") == "online" and not wandb.login(prompt=False):
+        raise SystemExit("--track: no key of Weights & Biases: call wandb login once, or set WANDB_MODE=offline")
+    run_dir = Path(args.run_dir)
+    if not args.resume and is_rank_0():  # an empty folder may be there, of a run that was killed as it began
+        if os.path.lexists(run_dir) and not (run_dir.is_dir() and not any(run_dir.iterdir())):
+            more = f", or go on with --resume {run_dir}" if saved_steps(run_dir) else ""
+            raise SystemExit(f"--run-dir {run_dir} exists: choose another{more}")
+        with one_line(f"--run-dir {run_dir}: cannot be made"):
+            parent = next(path for path in (run_dir.absolute(), *run_dir.absolute().parents) if path.exists())
+            if not (parent.is_dir() and os.access(parent, os.W_OK)):
+                raise OSError(f"{parent} is not a folder one can write to")
 
 
-def load_model(name, device):
-    """Load a causal language model with float32 parameters and without dropout, and its tokenizer."""
+def is_rank_0():
+    """Is this the process that writes and prints?"""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def load_tokenizer(name, flag="--model"):
+    """Return the tokenizer of a model, or exit; read first, because the data can be read with it before the model."""
+    transformers.logging.set_verbosity_error()  # what matters is said in one line
     transformers.logging.disable_progress_bar()
-    if not Path(name).exists() and (name.count("/") > 1 or name.startswith(("/", "."))):
-        raise SystemExit(f"--model {name}: there is no such folder")
+    if os.path.isfile(Path(name, "checkpoint", "config.json")):
+        raise SystemExit(f"{flag} {name}: the folder of a run; did you mean {Path(name, 'checkpoint')}?")
+    if not os.path.exists(name) and (name.count("/") > 1 or name.startswith(("/", "."))):
+        raise SystemExit(f"{flag} {name}: there is no such folder")
+    with one_line(f"{flag} {name}: its config or tokenizer cannot be loaded"):
+        tokenizer, config = AutoTokenizer.from_pretrained(name), AutoConfig.from_pretrained(name).get_text_config()
+        if tokenizer.get_vocab().keys() <= {*tokenizer.all_special_tokens}:
+            raise ValueError("the folder lacks tokenizer.json")
+        if find_turn_end(tokenizer) is None:
+            raise ValueError("nothing ends a completion: name an eos_token in tokenizer_config.json")
+        for token, i in tokenizer.get_vocab().items():  # those of images may be further ones, which no text has
+            if i >= config.vocab_size and (i < tokenizer.vocab_size or token in (tokenizer.chat_template or "")):
+                raise ValueError(f"it gives {token!r} the id {i}, and the model has {config.vocab_size} embeddings")
+    return tokenizer
+
+
+def find_turn_end(tokenizer):
+    """Return the id with which the chat template ends an assistant's turn, else the tokenizer's end of text."""
+    chat = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": "Answer"}]
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        config = AutoConfig.from_pretrained(name)
-        for part in (config, config.get_text_config()):
-            for key, value in vars(part).items():
-                if "drop" in key and isinstance(value, float):
-                    setattr(part, key, 0.0)
-        # The checkpoint's own dtype is mostly bfloat16, in which a learning rate of 1e-6 moves one weight in fifty.
-        model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=torch.float32)
-    except (OSError, ValueError, KeyError) as error:
-        raise SystemExit(f"--model {name}: cannot be loaded: {' '.join(str(error).split())[:300]}") from None
-    return model.to(device), tokenizer
-
-
-def find_stop_ids(model, tokenizer):
-    """Return every id that ends a completion: the union of generation_config's, config's and the tokenizer's."""
-    stop_ids = set()
-    configs = (model.generation_config, model.config.get_text_config(), tokenizer)
-    for ids in (config.eos_token_id for config in configs):
-        stop_ids.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
-    return sorted(stop_ids)
+        _, found, tail = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("Answer")
+    except (ValueError, TemplateError):  # there is none, or it refuses this
+        return tokenizer.eos_token_id
+    ids, added = tokenizer(tail, add_special_tokens=False)["input_ids"], tokenizer.added_tokens_decoder
+    ends = [i for i in ids if found and i in added and added[i].content.strip(" \n\t\u2581")]  # no run of blanks
+    return ends[0] if ends else tokenizer.eos_token_id
 
 
 def load_pairs(dataset, tokenizer, system_prompt, max_prompt_length, max_completion_length, num_held_out, stop_id):
-    """Return training and held-out pairs, lists of {prompt_ids, chosen_ids, rejected_ids, kind}, and a report of what
-    was dropped. Completions end in stop_id.
+    """Return training and held-out pairs, {prompt_ids, chosen_ids, rejected_ids, kind}, and a report of those
+    dropped. Completions end in stop_id.
     """
-    loaded, report = [], []
-    for split, rows in zip(("training", "held-out"), load_splits(dataset, num_held_out)):
-        if not {"chosen", "rejected"} <= set(rows.column_names):
-            raise SystemExit(
-                f"--dataset {dataset}: needs the columns chosen and rejected; found {', '.join(rows.column_names)}"
-            )
-        pairs, dropped = [], dict.fromkeys(("without shared prompt", "empty", "identical", "too long"), 0)
-        for row in rows:
-            prompt, *completions = split_pair(row, tokenizer.chat_template is not None)
-            if not prompt:
-                dropped["without shared prompt"] += 1
-            elif not all(completion.strip() for completion in completions):
-                dropped["empty"] += 1
-            else:
-                prompt_ids = encode_prompt(tokenizer, prompt, system_prompt)
-                encoded = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in completions]
-                chosen_ids, rejected_ids = (ids if ids[-1:] == [stop_id] else [*ids, stop_id] for ids in encoded)
-                if chosen_ids == rejected_ids:
-                    dropped["identical"] += 1
-                elif (
-                    len(prompt_ids) > max_prompt_length
-                    or max(map(len, (chosen_ids, rejected_ids))) > max_completion_length
-                ):
-                    dropped["too long"] += 1
-                else:
-                    pair = {"prompt_ids": prompt_ids, "chosen_ids": chosen_ids, "rejected_ids": rejected_ids}
-                    pairs.append({**pair, "kind": row.get("kind")})
-        counts = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
-        report.append(
-            f"{len(pairs)} {split} pairs; dropped: {counts} (over {max_prompt_length} + {max_completion_length} tokens)"
-        )
-        if not pairs and (split == "training" or num_held_out):
-            raise SystemExit(f"--dataset {dataset}: {report[-1]}")
-        loaded.append(pairs)
-    return *loaded, "\n".join(report)
 
+    def read(row):
+        prompt, *completions = split_pair(row, tokenizer.chat_template is not None)
+        messages, remark = as_messages(prompt, "prompt"), None
+        if not messages:
+            return None, "dropped, without shared prompt"
+        if messages[-1]["role"] == "assistant":
+            return None, "dropped, whose prompt ends in the assistant's turn"
+        if not all(completion.strip() for completion in completions):
+            return None, "dropped, empty"
+        prompt_ids = encode_prompt(tokenizer, prompt, system_prompt)
+        encoded = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in completions]
+        chosen_ids, rejected_ids = (ids if ids[-1:] == [stop_id] else [*ids, stop_id] for ids in encoded)
+        if chosen_ids == rejected_ids:
+            return None, "dropped, identical"
+        longest = max(len(chosen_ids), len(rejected_ids))
+        if len(prompt_ids) > max_prompt_length or longest > max_completion_length:
+            return None, f"dropped, longer than {max_prompt_length} + {max_completion_length} tokens"
+        if tokenizer.chat_template is None and len(messages) > 1:
+            remark = "of several messages, joined by blank lines: there is no chat template"
+        pair = {"prompt_ids": prompt_ids, "chosen_ids": chosen_ids, "rejected_ids": rejected_ids}
+        return {**pair, "kind": row.get("kind") and str(row["kind"])}, remark
 
-def load_splits(dataset, num_held_out):
-    """Return (training rows, held-out rows): the test or validation split, else the last num_held_out rows."""
-    disable_progress_bars()
-    kinds = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
-    path = Path(dataset)
-    name, _, config = (dataset, "", "") if path.exists() else dataset.partition(":")
-    try:
-        if path.is_file():
-            splits = load_dataset(kinds.get(path.suffix, "json"), data_files=dataset)
-        else:
-            configs = get_dataset_config_names(name)
-            usual = configs if len(configs) == 1 else [c for c in ("main", "default") if c in configs]
-            config = config or (usual[0] if usual else "")
-            if config not in configs:
-                raise ValueError(f"choose one of its configs, as in {name}:{configs[0]}; it has {', '.join(configs)}")
-            splits = load_dataset(name, config)
-    except Exception as error:  # whatever the dirt of a file or the hub brings up, the user needs the one line
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise SystemExit(f"--dataset {dataset}: cannot be loaded: {reason}") from None
-    train = splits.get("train", [])
-    held_out = next((splits[split] for split in ("test", "validation") if split in splits), None)
-    if held_out is None and len(train) > num_held_out:
-        held_out = train.select(list(range(len(train) - num_held_out, len(train))))
-        train = train.select(range(len(train) - num_held_out))
-    if held_out is None or len(train) == 0:
-        raise SystemExit(
-            f"--dataset {dataset}: {len(train)} training rows, and splits {', '.join(splits)}: too few, with "
-            f"--eval-prompts {num_held_out} to hold out where there is no test split"
-        )
-    return train, held_out.select(range(min(num_held_out, len(held_out))))
+    return load_rows(dataset, num_held_out, read)
 
 
 def split_pair(row, has_template):
@@ -453,7 +513,13 @@ def split_pair(row, has_template):
     chosen and rejected are completions of the row's prompt, as strings or lists of messages; or whole conversations,
     as lists; or whole dialogues, as strings in the form of Anthropic's HH.
     """
+    if not {"chosen", "rejected"} <= {*row}:
+        raise ValueError(f"needs the columns chosen and rejected; found {', '.join(row)}")
+    for name in ("prompt", "chosen", "rejected"):
+        as_messages(row.get(name), name)  # a ValueError where it is neither
     prompt, chosen, rejected = row.get("prompt"), row["chosen"] or "", row["rejected"] or ""
+    if chosen and rejected and type(chosen) is not type(rejected):
+        raise ValueError("chosen and rejected must both be strings or both be lists of messages")
     if isinstance(chosen, list) or isinstance(rejected, list):
         before = prompt if isinstance(prompt, list) else []
         # What is not a whole conversation goes on from the prompt.
@@ -474,50 +540,166 @@ def split_pair(row, has_template):
     return prompt if isinstance(prompt, list) or prompt.strip() else None, chosen, rejected
 
 
+def as_messages(value, name, role="user"):
+    """Return a text, said by role, or a list of chat messages as messages; [] where they, or one of them, are empty."""
+    is_text = role and isinstance(value, str) and not value.startswith('[{"role"')  # such a list is still to be decoded
+    messages = [{"role": role, "content": value}] if is_text else value or []
+    for message in messages if isinstance(messages, list) else [None]:
+        types = [type(message.get(key, 0)) for key in ("role", "content")] if isinstance(message, dict) else None
+        if types not in ([str, str], [str, type(None)]):
+            wanted = f"a {'text or a ' if role else ''}list of messages with a role and a content of text"
+            raise ValueError(f"{name} must be {wanted}, not {value!r:.80}")
+    whole = messages and all(message["content"] is not None for message in messages)
+    return messages if whole and messages[-1]["content"].strip() else []
+
+
 def encode_prompt(tokenizer, prompt, system_prompt):
     """Return the token ids of a prompt (a string or a list of chat messages), up to where the completion begins."""
     messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     if system_prompt and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system_prompt}, *messages]
-    if tokenizer.chat_template is None:
-        return tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]
-    encoding = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
-    return encoding["input_ids"]
+    if tokenizer.chat_template is not None:
+        return render_chat(tokenizer, messages, True)
+    text = "\n\n".join(message["content"] for message in messages)
+    ids, bare = tokenizer(text)["input_ids"], tokenizer(text, add_special_tokens=False)["input_ids"]
+    while ids and ids[-1:] != bare[-1:]:  # some tokenizers end every text with a stop token
+        ids = ids[:-1]
+    return ids
 
 
-def load_prompts(dataset, tokenizer, system_prompt, max_prompt_length, num_held_out):
-    """Return training and held-out prompts, lists of {prompt, answer, prompt_ids}, and a report of what was dropped."""
+def render_chat(tokenizer, messages, add_generation_prompt):
+    """Return the ids the chat template makes of messages; a system message that it refuses opens the first user's."""
+    options = {"add_generation_prompt": add_generation_prompt, "tokenize": True, "return_dict": True}
+    try:
+        return tokenizer.apply_chat_template(messages, **options)["input_ids"]
+    except TemplateError:
+        if [message["role"] for message in messages[:2]] != ["system", "user"]:
+            raise
+        both = "\n\n".join(message["content"] for message in messages[:2])
+        return render_chat(tokenizer, [{"role": "user", "content": both}, *messages[2:]], add_generation_prompt)
+
+
+def load_rows(dataset, num_held_out, read, flag="--dataset"):
+    """Return training and held-out rows as read makes them, and a report: how many, of what, and what was dropped.
+
+    read(row) returns an item, or None where the row is dropped, and what there is to say of it, or None.
+    """
     loaded, report = [], []
-    for split, rows in zip(("training", "held-out"), load_splits(dataset, num_held_out)):
-        prompt_column = next((c for c in ("prompt", "question", "problem") if c in rows.column_names), None)
-        answer_column = next((c for c in ("answer", "solution", "ground_truth") if c in rows.column_names), None)
-        if prompt_column is None or answer_column is None:
-            raise SystemExit(
-                f"--dataset {dataset}: needs a column prompt, question or problem and a column answer, solution or "
-                f"ground_truth; found {', '.join(rows.column_names)}"
-            )
-        prompts, num_empty, num_long, num_texts = [], 0, 0, 0
-        for row in rows:
-            prompt, answer = row[prompt_column], row[answer_column]
-            answer = "" if answer is None else str(answer)
-            gold = parse_answer(extract_answer(answer) or answer)
-            if not prompt or gold is None:
-                num_empty += 1
-                continue
-            prompt_ids = encode_prompt(tokenizer, prompt, system_prompt)
-            if len(prompt_ids) > max_prompt_length:
-                num_long += 1
-                continue
-            num_texts += isinstance(gold, str)
-            prompts.append({"prompt": prompt, "answer": answer, "prompt_ids": prompt_ids})
-        report.append(
-            f"{len(prompts)} {split} prompts; dropped: {num_long} longer than {max_prompt_length} tokens, {num_empty} "
-            f"without prompt or answer; {num_texts} answers cannot be parsed as numbers and are compared as text"
-        )
-        if not prompts and (split == "training" or num_held_out):
-            raise SystemExit(f"--dataset {dataset}: {report[-1]}")
-        loaded.append(prompts)
+    for split, rows in zip(("training", "held-out"), load_splits(dataset, num_held_out, flag)):
+        kept, remarks = [], {}
+        for number, row in enumerate(rows, 1):
+            with one_line(f"{flag} {dataset}: {split} row {number}"):
+                try:
+                    item, remark = read(row)
+                except TemplateError as error:
+                    item, remark = None, f"dropped, refused by the chat template ({str(error)[:100]})"
+            kept += [] if item is None else [item]
+            remarks[remark] = remarks.get(remark, 0) + 1
+        said = [f"; {count} {remark}" for remark, count in remarks.items() if remark]
+        content = fingerprint(json.dumps(kept, default=lambda value: type(value).__name__))
+        report.append(f"{len(kept)} {split} rows ({content}){''.join(said)}")
+        if not kept and (split == "training" or num_held_out):
+            raise SystemExit(f"{flag} {dataset}: {report[-1]}")
+        loaded.append(kept)
     return *loaded, "\n".join(report)
+
+
+def load_splits(dataset, num_held_out, flag="--dataset"):
+    """Return (training rows, held-out rows): the test or validation split, else the last num_held_out rows."""
+    splits = read_splits(dataset, flag)
+    train = splits.get("train", [])
+    held_out = next((splits[split] for split in ("test", "validation") if split in splits), None)
+    if held_out is None and len(train) > num_held_out:
+        held_out = train.select(list(range(len(train) - num_held_out, len(train))))
+        train = train.select(range(len(train) - num_held_out))
+    if held_out is None or len(train) == 0:
+        raise SystemExit(
+            f"{flag} {dataset}: {len(train)} training rows, and splits {', '.join(splits)}: too few, with "
+            f"--eval-prompts {num_held_out} to hold out where there is no test split"
+        )
+    return train, held_out.select(range(min(num_held_out, len(held_out))))
+
+
+def read_splits(dataset, flag):
+    """Return the splits of a file, a folder or a data set of the hub."""
+    disable_progress_bars()
+    logging.set_verbosity(logging.CRITICAL)  # what it says of a damaged file stands in the one line
+    kinds = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+    name, _, config = (dataset, "", "") if os.path.exists(dataset) else dataset.partition(":")
+    path, kind = Path(name), kinds.get(Path(name).suffix.lower(), "json")
+    if not os.path.exists(path) and (path.suffix.lower() in kinds or name[:1] in "./~" or name.count("/") > 1):
+        raise SystemExit(f"{flag} {dataset}: there is no such file or folder")
+    problem = "cannot be loaded" if os.path.exists(path) else "no such file or folder, nor on the hub"
+    with one_line(f"{flag} {dataset}: {problem}"):
+        if path.is_file() and path.open("rb").read(1000).strip() in (b"", b"[]"):
+            raise ValueError("it has no rows")
+        if len({kinds.get(inner.suffix) for inner in path.rglob("*")} - {None}) > 1:
+            raise ValueError("it has files of several kinds, of which only one would be read")
+        if path.is_file():
+            try:
+                splits = load_dataset(kind, data_files=re.sub(r"([*?[])", r"[\1]", dataset))  # no pattern
+            except Exception:
+                for number, line in enumerate(() if path.suffix == ".json" or kind != "json" else path.open(), 1):
+                    with one_line(f"{flag} {dataset}: line {number} is not JSON"):
+                        line.isspace() or json.loads(line)
+                raise
+        else:
+            configs = get_dataset_config_names(name)
+            usual = configs if len(configs) == 1 else [c for c in ("main", "default") if c in configs]
+            config = config or (usual[0] if usual else "")
+            if config not in configs:
+                raise ValueError(f"choose one of its configs, as in {name}:{configs[0]}; it has {', '.join(configs)}")
+            splits = load_dataset(name, config)
+    return splits
+
+
+def fingerprint(thing):
+    """A short hash of a text or of a function's source; of what has none, such as a partial, of its type's name."""
+    with contextlib.suppress(OSError, TypeError):
+        thing = thing if isinstance(thing, str) else inspect.getsource(thing)
+    return hashlib.sha256((thing if isinstance(thing, str) else type(thing).__name__).encode()).hexdigest()[:12]
+
+
+def load_prompts(dataset, tokenizer, system_prompt, max_prompt_length, num_held_out, flag="--dataset"):
+    """Return training and held-out prompts, rows with prompt, answer and prompt_ids, and a report of what was dropped.
+
+    Where there is no column of answers they are None.
+    """
+    train, held_out, report = load_rows(
+        dataset, num_held_out, lambda row: read_prompt(row, tokenizer, system_prompt, max_prompt_length), flag
+    )
+    if train[0]["answer"] is None:
+        with one_line(f"{flag} {dataset}: no column answer, solution or ground_truth; the reward fails"):
+            score_completions(["Answer"], train[:1])
+    return train, held_out, report
+
+
+def read_prompt(row, tokenizer, system_prompt, max_prompt_length):
+    """Return the row with its prompt, answer and prompt_ids, or None where it is dropped, and a remark or None."""
+    prompts = [name for name in ("prompt", "question", "problem") if name in row]
+    answers = [row[name] for name in ("answer", "solution", "ground_truth") if name in row]
+    if not prompts:
+        raise ValueError(f"needs a column prompt, question or problem; found {', '.join(row)}")
+    prompt, answer, remark = row[prompts[0]], answers[0] if answers else None, None if answers else "without answer"
+    messages = as_messages(prompt, prompts[0])
+    if not messages:
+        return None, "dropped, without prompt"
+    if messages[-1]["role"] == "assistant":
+        return None, "dropped, ending in the assistant's turn"
+    if answers:
+        if isinstance(answer, bool) or not isinstance(answer, str | int | float | None):
+            raise ValueError(f"an answer must be a text or a number, not {answer!r:.80}")
+        answer = "" if answer is None or answer != answer else str(answer)  # nan is unequal to itself
+        gold = parse_answer(extract_answer(answer) or answer)
+        if gold is None:
+            return None, "dropped, without answer"
+        remark = "whose answer is no number and is compared as text" if isinstance(gold, str) else None
+    prompt_ids = encode_prompt(tokenizer, prompt, system_prompt)
+    if len(prompt_ids) > max_prompt_length:
+        return None, f"dropped, longer than {max_prompt_length} tokens"
+    if tokenizer.chat_template is None and len(messages) > 1:
+        remark = "of several messages, joined by blank lines: there is no chat template"
+    return {**row, "prompt": prompt, "answer": answer, "prompt_ids": prompt_ids}, remark
 
 
 def parse_answer(text):
@@ -533,7 +715,7 @@ def parse_answer(text):
     text = text.removesuffix(".").strip()
     while text[:1] + text[-1:] in ("{}", "$$") and not re.search("[{}$]", text[1:-1]):
         text = text[1:-1].strip()
-    flat = re.sub(r"^([+-]? ?)\\frac ?\{([+-]?[0-9]+)\} ?\{([+-]?[0-9]+)\}$", r"\1\2/\3", text)
+    flat = re.sub(r"^([+-]? ?)\\[dt]?frac ?\{([+-]?[0-9]+)\} ?\{([+-]?[0-9]+)\}$", r"\1\2/\3", text)
     number = r"((?:[1-9][0-9]{0,2}(?:(?:,|\\,|\{,\})[0-9]{3})+|[0-9]*)(?:\.[0-9]+)?)"
     match = re.fullmatch(rf"(?:[$£€] ?)?([+-]?) ?(?:[$£€] ?)?{number}(?: ?/ ?([+-]?[0-9]+))?", flat)
     if match and re.search("[0-9]", match[2]) and int(match[3] or 1):
@@ -571,31 +753,77 @@ def extract_answer(text):
     return text[opening + 8 : closing] if 0 <= opening < closing else None
 
 
+def load_model(name, tokenizer, device):
+    """Load a causal language model; return it and its stop tokens, which its checkpoints will name, too."""
+    model, _ = load_pretrained(AutoModelForCausalLM, name)
+    with one_line(f"--model {name}: eos_token_id in generation_config.json or config.json is wrong"):
+        stop_ids = find_stop_ids(model, tokenizer)
+    model.generation_config.eos_token_id = stop_ids
+    # save_pretrained refuses what does nothing, such as a temperature without do_sample, unless it came that way.
+    model.generation_config._original_object_hash = hash(model.generation_config)
+    return model.to(device), stop_ids
+
+
+def load_pretrained(auto_class, name, flag="--model", **settings):
+    """Load a model with float32 parameters, without dropout and whole, or exit; return it and the keys it lacks, which
+    may be those of a scalar head.
+    """
+    with one_line(f"{flag} {name}: cannot be loaded"):
+        config = AutoConfig.from_pretrained(name, **settings)
+        for part in (config, config.get_text_config()):
+            for key, value in vars(part).items():
+                if ("drop" in key or "jitter" in key) and isinstance(value, float):
+                    setattr(part, key, 0.0)
+        options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        # The checkpoint's own dtype is mostly bfloat16, in which a learning rate of 1e-6 moves one weight in fifty.
+        model, info = auto_class.from_pretrained(name, config=config, dtype=torch.float32, **options)
+        faults = [f"it lacks {key}" for key in sorted(info["missing_keys"]) if not key.startswith("score.")]
+        for key, found, expected in sorted(info["mismatched_keys"]):
+            faults.append(f"{key} has the size {[*found]}, where config.json asks for {[*expected]}")
+        faults += [f"{key} is not finite" for key, value in model.named_parameters() if not value.isfinite().all()]
+        if faults:
+            raise ValueError(f"{faults[0]}; is the folder whole, and all of one model?")
+    unused = sorted(key for key in info["unexpected_keys"] if not key.startswith("lm_head."))
+    if unused and is_rank_0():
+        print(f"warning: {flag} {name}: {len(unused)} tensors are not used, such as {unused[0]}: does config.json fit?")
+    return model, info["missing_keys"]
+
+
+def find_stop_ids(model, tokenizer):
+    """Return every id that ends a completion: a turn's end, generation_config's, config's and the tokenizer's."""
+    stop_ids = {find_turn_end(tokenizer)} - {None}
+    configs = (getattr(model, "generation_config", tokenizer), model.config.get_text_config(), tokenizer)
+    for ids in (config.eos_token_id for config in configs):
+        stop_ids.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    return sorted(stop_ids)
+
+
 @torch.no_grad()
-def check_model(model, prompt_ids, max_length):
-    """Exit if the context is too short, the LM head is scaled or capped, or the cache cannot drop rows."""
+def check_model(model, prompt_ids, max_length, generates=True):
+    """Exit where log-probabilities would not be the model's own, or a cache could not do what generate asks of it."""
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or max_length
     if max_length > context:
         raise SystemExit(
-            f"--max-prompt-length plus --max-completion-length is {max_length}, over the model's context of {context}"
+            f"the longest prompt and --max-completion-length make {max_length} tokens, over the context of {context}"
         )
     half = min(8, len(prompt_ids))
     ids = torch.tensor([prompt_ids[:half] * 2], device=model.device)  # (1, 2 half)
     ones = torch.ones_like(ids[:, :half])
-    plain = model(ids).logits[0].log_softmax(-1)  # (2 half, V)
-    logprobs, _ = token_logprobs(model, ids[:, :half], ones, ids[:, half:], ones, 1.0)
-    expected = plain[half - 1 : -1].gather(1, ids[0, half:, None]).squeeze(1)
-    if not torch.allclose(logprobs[0], expected, atol=1e-2):
+    with one_line(f"{type(model).__name__} is not built as these scripts expect"):
+        inputs = (model.train(), ids[:, :half], ones, ids[:, half:], ones, 1.0)
+        first, second = (token_logprobs(*inputs)[0][0] for _ in range(2))  # (half,)
+        plain = model.eval()(ids, use_cache=False).logits[0].log_softmax(-1)  # (2 half, V)
+    if not torch.allclose(first, second, atol=1e-4):
+        raise SystemExit("this model is random in training: two passes give different log-probabilities")
+    if not torch.allclose(first, plain[half - 1 : -1].gather(1, ids[0, half:, None]).squeeze(1), atol=1e-2):
         raise SystemExit("this model scales or caps the output of its LM head, which these scripts do not reproduce")
-    try:
-        cache = model(ids[:, :half].repeat(2, 1), use_cache=True).past_key_values
-        cache.batch_select_indices(torch.tensor([1], device=ids.device))
-        cached = model(ids[:, half : half + 1], past_key_values=cache, use_cache=True).logits[0, -1].log_softmax(-1)
-        same = torch.allclose(cached, plain[half], atol=1e-2)
-    except (AttributeError, NotImplementedError, TypeError, IndexError):
-        same = False
-    if not same:
-        raise SystemExit("the key-value cache of this model cannot drop finished rows, which generate() needs")
+    if generates:
+        with one_line("the key-value cache of this model cannot drop finished rows, which generate() needs"):
+            cache = model(ids[:, :half].repeat(2, 1), use_cache=True).past_key_values
+            cache.batch_select_indices(torch.tensor([1], device=ids.device))
+            cached = model(ids[:, half : half + 1], past_key_values=cache, use_cache=True).logits[0, -1].log_softmax(-1)
+            if not torch.allclose(cached, plain[half], atol=1e-2):
+                raise ValueError("it goes on with another text")
 
 
 def token_logprobs(model, prompt_ids, prompt_mask, completion_ids, completion_mask, temperature):
@@ -642,9 +870,13 @@ def head_logprobs(model, hidden, targets, temperature):
 
 def make_sampler(model, device):
     """Return the model that samples: a copy, bfloat16 on CUDA; on one CPU process the trained model itself."""
-    if dist.is_initialized() or device.type == "cuda":
-        return copy.deepcopy(model).to(torch.bfloat16 if device.type == "cuda" else torch.float32)
-    return model
+    if not dist.is_initialized() and device.type != "cuda":
+        return model
+    sampler = copy.deepcopy(model)
+    if device.type == "cuda":
+        for parameter in sampler.parameters():  # .to() would round buffers, too, such as the frequencies of positions
+            parameter.data = parameter.data.to(torch.bfloat16)
+    return sampler
 
 
 def shard(policy, device):
@@ -674,57 +906,32 @@ class LogprobModel(nn.Module):
 def open_run(args, policy, optimizer, tokenizer, report):
     """Make the run folder, or load the state of the run to resume and drop what was logged after it.
 
-    Returns the last step done, -1 where nothing was saved.
+    Returns the last step done, -1 in a new run, and the progress bar.
     """
     run_dir = Path(args.run_dir)
-    last_step = load_state(run_dir, policy, optimizer) or -1
-
-    def prepare():
-        (run_dir / "state").mkdir(parents=True, exist_ok=True)
-        write_whole(run_dir / "args.json", json.dumps({**asdict(args), "resume": None}, indent=2) + "\n")
-        for path in run_dir.glob("*.jsonl"):
-            lines = path.read_text().splitlines(keepends=True)
-            whole = [line for line in lines if line.endswith("\n")]  # the last may be half-written
-            write_whole(path, "".join(line for line in whole if json.loads(line)["step"] <= last_step))
-        if not (run_dir / "wandb_id").exists():
-            write_whole(run_dir / "wandb_id", secrets.token_hex(4))
-
-    on_rank_0(prepare)
+    on_rank_0(take_folder, args, report.splitlines())
+    last_step = load_state(run_dir, policy, optimizer) if args.resume else -1
+    on_rank_0(drop_later, run_dir, last_step)
     if last_step > 0:
         save_checkpoint(run_dir, policy, tokenizer)  # it may be older than the state
-    wandb.init(
-        project=args.wandb_project,
-        name=run_dir.name,
-        id=(run_dir / "wandb_id").read_text(),
-        resume="allow",
-        dir=run_dir,
-        config=asdict(args),
-        mode=None if args.track and is_rank_0() else "disabled",
-    )
+    with one_line("--track"):
+        wandb.init(
+            project=args.wandb_project,
+            name=run_dir.name,
+            id=json.loads((run_dir / "args.json").read_text())["run"]["wandb_id"],
+            resume="allow",
+            dir=run_dir,
+            config=asdict(args),
+            mode=None if args.track and is_rank_0() else "disabled",
+        )
+        wandb.define_metric("*", step_metric="step")  # by its own count wandb would drop what is logged again
     if is_rank_0():
         millions = sum(parameter.numel() for parameter in policy.parameters()) / 1e6
         num_ranks = dist.get_world_size() if dist.is_initialized() else 1
         print(f"{report}\n{run_dir}: {millions:.1f} M parameters on {num_ranks} x {policy.model.device.type}")
-    return last_step
-
-
-def load_state(run_dir, policy, optimizer):
-    """Load the newest complete state and return its step, or 0 if there is none."""
-    steps = sorted(path for path in (run_dir / "state").glob("*") if path.name.isdigit())
-    if not steps:
-        return 0
-    model_state, optimizer_state = dcp_state.get_state_dict(policy, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state}
-    with warnings.catch_warnings(action="ignore"):  # that one process loads alone is meant
-        dcp.load(state, checkpoint_id=steps[-1], no_dist=not dist.is_initialized())
-    dcp_state.set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    return int(steps[-1].name)
-
-
-def write_whole(path, text):
-    """Write a file that a reader finds complete or not at all."""
-    path.with_suffix(".unfinished").write_text(text)
-    path.with_suffix(".unfinished").replace(path)
+    hidden = None if is_rank_0() else True  # None: where the output is no terminal
+    bar = tqdm(total=args.num_steps, initial=max(0, last_step), desc=Path(__file__).stem, unit="step", disable=hidden)
+    return last_step, bar
 
 
 def on_rank_0(function, *args):
@@ -737,9 +944,79 @@ def on_rank_0(function, *args):
     dist.barrier()
 
 
-def is_rank_0():
-    """Is this the process that writes and prints?"""
-    return not dist.is_initialized() or dist.get_rank() == 0
+def take_folder(args, data):
+    """Make the run folder, or take the one to resume if that is what this run is, for this process alone."""
+    run_dir, names = Path(args.run_dir), list(globals())  # in the order of the file, whatever a user assigned
+    names = names[names.index("Args") + 1 : names.index("main") + 1]
+    run = {
+        "script": Path(__file__).stem,
+        "processes": dist.get_world_size() if dist.is_initialized() else 1,
+        "data": data,
+        "command": entry_command(),
+        "functions": {name: fingerprint(globals()[name]) for name in names},
+        "wandb_id": secrets.token_hex(4),
+    }
+    if args.resume:
+        now, run = run, json.loads((run_dir / "args.json").read_text())["run"]
+        for key in ("script", "processes", "data"):
+            if now[key] != run[key]:
+                raise SystemExit(f"--resume {run_dir}: {key} was {run[key]} ({run['command']}), and is {now[key]}")
+        if changed := [name for name in now["functions"] if now["functions"][name] != run["functions"].get(name)]:
+            print(f"warning: not what it was when {run['command']} began this run: {', '.join(changed)}")
+    with one_line(f"--run-dir {run_dir}: another process works in it, or it cannot be written"):
+        if not args.resume:
+            run_dir.mkdir(parents=True, exist_ok=run_dir.is_dir() and not any(run_dir.iterdir()))
+        lock = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT)
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the process ends
+        (run_dir / "state").mkdir(exist_ok=True)
+        write_whole(run_dir / "args.json", json.dumps({**asdict(args), "resume": None, "run": run}, indent=2) + "\n")
+
+
+def entry_command():
+    """The command that started this process, without its settings."""
+    script = sys.argv[0] if sys.argv[0].endswith(".py") else Path(__file__).name
+    if not dist.is_torchelastic_launched():
+        return f"python {shlex.quote(script)}"
+    nodes = f"--nnodes {os.environ['GROUP_WORLD_SIZE']} " if os.environ["GROUP_WORLD_SIZE"] != "1" else ""
+    return f"torchrun {nodes}--nproc-per-node {os.environ['LOCAL_WORLD_SIZE']} {shlex.quote(script)}"
+
+
+def write_whole(path, text):
+    """Write a file that a reader finds complete or not at all."""
+    path.with_suffix(".unfinished").write_text(text)
+    path.with_suffix(".unfinished").replace(path)
+
+
+def load_state(run_dir, policy, optimizer):
+    """Load the newest complete state and return its step."""
+    path = run_dir / "state" / f"{saved_steps(run_dir)[-1]:08d}"
+    model_state, optimizer_state = dcp_state.get_state_dict(policy, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)  # nothing was saved of parameters that get no gradient
+    with one_line(f"{path} is damaged: start a new run, perhaps from {run_dir}/checkpoint"):
+        saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        if lacking := {f"model.{name}" for name in model_state} - saved.keys():
+            raise ValueError(f"it lacks {min(lacking)}")
+        with warnings.catch_warnings(action="ignore"):  # that one process loads alone is meant
+            dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized(), planner=planner)
+        dcp_state.set_state_dict(
+            policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+    return int(path.name)
+
+
+def drop_later(run_dir, last_step):
+    """Remove what a resumed run logged or saved besides the step it goes on from."""
+    for path in [*run_dir.glob("metrics.jsonl"), *run_dir.glob("*samples.jsonl")]:
+        kept = []
+        for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+            with one_line(f"{path}: line {number} is damaged: delete it, or put back what it was"):
+                if line.endswith(b"\n") and json.loads(line)["step"] <= last_step:  # the last may be half-written
+                    kept.append(line.decode())
+        write_whole(path, "".join(kept))
+    for path in (run_dir / "state").iterdir():
+        if path.name != f"{last_step:08d}":
+            shutil.rmtree(path, ignore_errors=True)  # a file is left alone
 
 
 def save_checkpoint(run_dir, policy, tokenizer):
@@ -747,12 +1024,13 @@ def save_checkpoint(run_dir, policy, tokenizer):
     options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = dcp_state.get_model_state_dict(policy, options=options)
     checkpoint, unfinished = Path(run_dir) / "checkpoint", Path(run_dir) / "checkpoint.unfinished"
+    own = {key.removeprefix("model."): value for key, value in state.items() if key.startswith("model.")}
+    for key in policy.model.all_tied_weights_keys:  # of one storage here, of two where they were gathered from ranks
+        own.pop(key, None)
 
     def publish():
         shutil.rmtree(unfinished, ignore_errors=True)
-        policy.model.save_pretrained(
-            unfinished, state_dict={key.removeprefix("model."): state[key] for key in state if key.startswith("model.")}
-        )
+        policy.model.save_pretrained(unfinished, state_dict=own)
         tokenizer.save_pretrained(unfinished)
         shutil.rmtree(checkpoint, ignore_errors=True)
         unfinished.rename(checkpoint)
@@ -767,7 +1045,7 @@ def add_reference(policy, pairs, path, last_step, pad_id, args, rank, world_size
     """
     if last_step <= 0:
         device, found = policy.model.device, torch.zeros(2, len(pairs), dtype=torch.float64)
-        for first in tqdm(range(0, len(pairs), 1024), path.stem, unit="x1024", leave=False, disable=rank > 0):
+        for first in tqdm(range(0, len(pairs), 1024), path.stem, unit="x1024", leave=False, disable=rank > 0 or None):
             own = list(range(first, min(first + 1024, len(pairs))))[rank::world_size]
             batch = collate_pairs([pairs[i] for i in own] or pairs[:1], pad_id, device)
             for part in microbatches(batch, torch.arange(len(own), device=device), args.microbatch_tokens):
@@ -775,11 +1053,9 @@ def add_reference(policy, pairs, path, last_step, pad_id, args, rank, world_size
                 found[:, [own[i] for i in part["rows"].tolist()]] = logprobs.cpu().double()
         found = all_reduce(found)
         on_rank_0(write_whole, path, json.dumps(found))
-    found = json.loads(path.read_text())
-    if len(found[0]) != len(pairs):
-        raise SystemExit(f"--dataset {args.dataset} is not what it was: {len(found[0])} pairs before, {len(pairs)} now")
-    for pair, chosen, rejected in zip(pairs, *found):
-        pair |= {"ref_chosen": chosen, "ref_rejected": rejected}
+    with one_line(f"{path} is damaged: start a new run, perhaps from {args.run_dir}/checkpoint"):
+        for pair, chosen, rejected in zip(pairs, *json.loads(path.read_text()), strict=True):
+            pair |= {"ref_chosen": float(chosen), "ref_rejected": float(rejected)}
 
 
 def collate_pairs(pairs, pad_id, device):
@@ -856,7 +1132,8 @@ def catch_signals():
     def request_stop(signum, frame):  # noqa: ARG001
         received.append(signum)
         signal.signal(signum, signal.SIG_DFL)
-        os.write(2, b"\nfinishing this step, then saving; once more to stop at once\n")
+        more = "; the traceback torchrun prints is its own" if dist.is_initialized() else ""
+        os.write(2, f"\nstopping after this step, saving what was trained{more}; once more to stop at once\n".encode())
 
     signal.signal(signal.SIGINT, request_stop)
     signal.signal(signal.SIGTERM, request_stop)
@@ -867,7 +1144,8 @@ def pick_rows(rows, start, count, seed):
     """Return places start to start + count of an endless sequence of passes over the rows, each in its own order."""
     picked = []
     for epoch in range(start // len(rows), (start + count - 1) // len(rows) + 1):
-        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch)).tolist()
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
+        order = torch.randperm(len(rows), generator=generator).tolist()
         first = epoch * len(rows)
         picked += [rows[i] for i in order[max(start - first, 0) : start + count - first]]
     return picked
@@ -900,7 +1178,9 @@ def step_optimizer(policy, optimizer, learning_rate, max_grad_norm):
 def check_finite(step, grad_norm, run_dir):
     """Exit if there was no optimizer step to make; what was saved before stands."""
     if not math.isfinite(grad_norm):
-        raise SystemExit(f"step {step}: gradient norm {grad_norm}; the last good state is in {run_dir}")
+        steps = saved_steps(run_dir)
+        saved = f"{run_dir}/checkpoint is of step {steps[-1]}" if steps else "nothing was saved yet"
+        raise SystemExit(f"step {step}: gradient norm {grad_norm}: is --learning-rate too high? {saved}")
 
 
 def step_metrics(sums, divisor, start):
@@ -953,25 +1233,41 @@ def sync_sampler(policy, sampler):
             copied.copy_(trained.full_tensor() if hasattr(trained, "full_tensor") else trained)
 
 
-def evaluate(model, tokenizer, prompts, stop_ids, args, rank, world_size):
-    """Greedy accuracy, and pass@k by the unbiased estimate of Chen et al. 2021 (arXiv 2107.03374, eq. 1)."""
-    start = time.perf_counter()
-    sums = dict.fromkeys(("eval/accuracy", "eval/pass@1", "eval/pass@2", "eval/pass@4"), 0.0)
-    share = prompts[rank::world_size]
+def evaluate(model, tokenizer, prompts, stop_ids, args, step, rank, world_size):
+    """Reward of the greedy completions, which are kept, and where there are answers what count_right says."""
+    start, share, sums, texts, samples = time.perf_counter(), prompts[rank::world_size], {"eval/reward": 0.0}, [], []
+    if rank == 0:
+        tqdm.write(f"evaluating on {len(prompts)} prompts")
+    torch.manual_seed(args.seed % 2**63)
     if share:
-        torch.manual_seed(args.seed)
-        batch, _ = rollout(model, tokenizer, share, 1, 0.0, stop_ids, args)
-        sums["eval/accuracy"] = (batch["rewards"] == 1).sum()
-        batch, _ = rollout(model, tokenizer, share, EVAL_SAMPLES, args.temperature, stop_ids, args)
-        for correct in (batch["rewards"].view(-1, EVAL_SAMPLES) == 1).sum(1).tolist():
-            for k in (1, 2, 4):
-                sums[f"eval/pass@{k}"] += 1 - math.comb(EVAL_SAMPLES - correct, k) / math.comb(EVAL_SAMPLES, k)
+        batch, texts = rollout(model, tokenizer, share, 1, 0.0, stop_ids, args)
+        sums["eval/reward"] = batch["rewards"].sum()
+        samples = [{"completion": text, "reward": reward} for text, reward in zip(texts, batch["rewards"].tolist())]
+    keep_samples(args.run_dir, step, share, samples)
+    if prompts[0]["answer"]:
+        sums |= count_right(model, tokenizer, share, texts, stop_ids, args)
     means = {key: total / len(prompts) for key, total in reduce_metrics(sums).items()}
     return means | {"perf/eval_seconds": time.perf_counter() - start}
 
 
 def rollout(model, tokenizer, prompts, num_samples, temperature, stop_ids, args):
     """Sample num_samples completions of each prompt and score them; return tensors (B, ...) and the texts."""
+    batch, texts = sample_completions(model, tokenizer, prompts, num_samples, temperature, stop_ids, args)
+    start = time.perf_counter()
+    rewards = score_completions(texts, [prompt for prompt in prompts for _ in range(num_samples)])
+    rewards = rewards.tolist() if hasattr(rewards, "tolist") else rewards  # an array's or a tensor's
+    if not isinstance(rewards, list | tuple) or len(rewards) != len(texts):
+        raise SystemExit(f"score_completions must return a reward for each of {len(texts)} texts, not {rewards!r:.80}")
+    for reward, text in zip(rewards, texts):
+        if not hasattr(reward, "__float__") or not abs(reward) < 1e38:
+            raise SystemExit(f"reward {reward!r}: no finite number; it was given to the completion {text[:200]!r}")
+    batch["rewards"] = torch.tensor([float(reward) for reward in rewards], device=model.device)
+    batch["reward_seconds"] = torch.full_like(batch["rewards"], (time.perf_counter() - start) / len(texts))
+    return batch, texts
+
+
+def sample_completions(model, tokenizer, prompts, num_samples, temperature, stop_ids, args):
+    """Sample num_samples completions of each prompt, those of one prompt adjacent; return tensors (B, ...), texts."""
     pad_id = tokenizer.pad_token_id or 0  # any will do: padding is known by the mask
     prompts = [prompt for prompt in prompts for _ in range(num_samples)]
     prompt_ids, prompt_mask = pad_left([prompt["prompt_ids"] for prompt in prompts], pad_id, model.device)
@@ -984,14 +1280,12 @@ def rollout(model, tokenizer, prompts, num_samples, temperature, stop_ids, args)
     lengths = completion_mask.sum(1)  # (B,)
     completions = [ids[:length] for ids, length in zip(completion_ids.tolist(), lengths.tolist())]
     texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in completions]
-    rewards = [reward_fn(text, prompt["answer"]) for text, prompt in zip(texts, prompts)]
     batch = {
         "prompt_ids": prompt_ids,
         "prompt_mask": prompt_mask,
         "completion_ids": completion_ids,
         "completion_mask": completion_mask,
         "lengths": prompt_mask.sum(1) + lengths,
-        "rewards": torch.tensor(rewards, device=model.device, dtype=torch.float32),
         "truncated": torch.tensor([ids[-1] not in stop_ids for ids in completions], device=model.device),
     }
     return batch, texts
@@ -1051,47 +1345,102 @@ def sample_tokens(logits, temperature):
     return torch.minimum(tokens, last)
 
 
-def log_step(args, step, metrics, progress):
-    """Append to metrics.jsonl and Weights & Biases, and move the bar."""
-    append_line(Path(args.run_dir) / "metrics.jsonl", {"step": step, **metrics})
-    wandb.log(metrics, step=step)
-    if step == 0:
-        return
-    shown = (("accuracy", "pair/accuracy", 2), ("loss", "loss/preference", 3), ("loss", "loss/nll", 3))
-    shown = {name: f"{metrics[key]:.{digits}f}" for name, key, digits in shown if key in metrics}
-    progress.set_postfix(shown, refresh=False)
-    progress.update()
+def keep_samples(run_dir, step, prompts, samples):
+    """Append the prompts with their samples, those of all ranks, to eval_samples.jsonl."""
+    own = [{"prompt": row["prompt"], "answer": row["answer"]} | sample for row, sample in zip(prompts, samples)]
+    parts = [own]
+    if dist.is_initialized():
+        parts = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, own)
+    for sample in (sample for part in parts for sample in part if is_rank_0()):
+        append_line(Path(run_dir) / "eval_samples.jsonl", {"step": step} | sample)
 
 
 def append_line(path, row):
     """Append a row to a jsonl file."""
-    with path.open("a") as file:
-        file.write(json.dumps(row) + "\n")
+    with one_line(f"{path}: when this is mended, go on with --resume {path.parent}"), path.open("a") as file:
+        file.write(json.dumps(row, default=str) + "\n")
+
+
+def count_right(model, tokenizer, prompts, texts, stop_ids, args):
+    """Sums over prompts of greedy accuracy, of these texts, and pass@k: both count is_right, whatever the reward is.
+
+    pass@k is the unbiased estimate of Chen et al. 2021 (arXiv 2107.03374, eq. 1).
+    """
+    sums = dict.fromkeys(("eval/accuracy", "eval/pass@1", "eval/pass@2", "eval/pass@4"), 0.0)
+    samples = []
+    if prompts:
+        _, samples = sample_completions(model, tokenizer, prompts, EVAL_SAMPLES, args.temperature, stop_ids, args)
+    for number, row in enumerate(prompts):
+        sums["eval/accuracy"] += is_right(texts[number], row["answer"])
+        own = samples[number * EVAL_SAMPLES : (number + 1) * EVAL_SAMPLES]
+        correct = sum(is_right(text, row["answer"]) for text in own)
+        for k in (1, 2, 4):
+            sums[f"eval/pass@{k}"] += 1 - math.comb(EVAL_SAMPLES - correct, k) / math.comb(EVAL_SAMPLES, k)
+    return sums
+
+
+def log_step(args, step, metrics, progress):
+    """Append to metrics.jsonl and Weights & Biases, and print."""
+    append_line(Path(args.run_dir) / "metrics.jsonl", {"step": step, **metrics})
+    wandb.log({"step": step, **metrics})
+    shown = (("accuracy", "pair/accuracy", 2), ("loss", "loss/preference", 3), ("loss", "loss/nll", 3))
+    shown = {name: f"{metrics[key]:.{digits}f}" for name, key, digits in shown if key in metrics}
+    show_step(step, metrics, progress, shown)
+
+
+def show_step(step, metrics, progress, shown):
+    """Print what an evaluation found, and move the bar; where that is hidden, print a line now and then."""
+    found = [f"{key[5:]} {value:.3f}" for key, value in metrics.items() if key[:5] == "eval/" and "/" not in key[5:]]
+    if found:
+        tqdm.write(f"step {step}: {', '.join(found)}")
+    if step > 0:
+        progress.set_postfix(shown, refresh=False)
+        progress.update()
+        if progress.disable and step % max(1, progress.total // 100) == 0:
+            print(f"step {step}: {', '.join(f'{name} {value}' for name, value in shown.items())}", flush=True)
 
 
 def save(run_dir, policy, optimizer, tokenizer, step):
     """Write state/<step>, which appears complete or not at all, remove older ones, then write checkpoint/."""
-    states = Path(run_dir) / "state"
+    states, free = Path(run_dir) / "state", shutil.disk_usage(run_dir).free / 2**20
     model_state, optimizer_state = dcp_state.get_state_dict(policy, optimizer)
     state, unfinished = {"model": model_state, "optimizer": optimizer_state}, states / "unfinished"
-    on_rank_0(shutil.rmtree, unfinished, True)
-    with warnings.catch_warnings(action="ignore"):  # that one process saves alone is meant
-        dcp.save(state, checkpoint_id=unfinished, no_dist=not dist.is_initialized())
 
     def publish():
         unfinished.rename(states / f"{step:08d}")
         for path in states.iterdir():
             if path.name != f"{step:08d}":
-                shutil.rmtree(path)
+                shutil.rmtree(path, ignore_errors=True)
 
-    on_rank_0(publish)
-    save_checkpoint(run_dir, policy, tokenizer)
+    more = f"; mend it, then --resume {run_dir}" if saved_steps(run_dir) else ""
+    with one_line(f"{run_dir}: step {step} could not be saved, {free:.0f} MB were free{more}"):
+        try:
+            with warnings.catch_warnings(action="ignore"):  # that one process saves alone is meant
+                dcp.save(state, checkpoint_id=unfinished, no_dist=not dist.is_initialized())
+            on_rank_0(publish)
+            save_checkpoint(run_dir, policy, tokenizer)
+        finally:  # what does not fit must not fill the disk
+            shutil.rmtree(unfinished, ignore_errors=True)
+            shutil.rmtree(Path(run_dir) / "checkpoint.unfinished", ignore_errors=True)
+
+
+def end_run(args, progress, stop_signals):
+    """Close what was opened and print the summary; after a signal exit as shells count, so that a && b stops there."""
+    progress.close()
+    wandb.finish()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    metrics = Path(args.run_dir, "metrics.jsonl")
+    if is_rank_0() and metrics.exists() and metrics.stat().st_size:
+        print_summary(args)
+    if stop_signals:
+        raise SystemExit(128 + stop_signals[0])
 
 
 def print_summary(args):
     """Print what improved, where the checkpoint is and how to go on."""
     lines = [json.loads(line) for line in Path(args.run_dir, "metrics.jsonl").read_text().splitlines()]
-    evals = [line for line in lines if "eval/pair_loss" in line]
     last_step = lines[-1]["step"]
     seconds = sum(line.get("perf/step_seconds", 0.0) for line in lines)
     rate = last_step * args.minibatch_size / max(seconds, 1e-9)
@@ -1099,14 +1448,25 @@ def print_summary(args):
     names = {"eval/accuracy": "greedy accuracy", "eval/pass@1": "pass@1", "eval/pass@4": "pass@4"}
     names |= {"eval/pair_loss": "held-out loss", "eval/pair_accuracy": "held-out pairs told apart"}
     names |= {"eval/pair_chosen_log_ratio": "chosen: log-probability over reference"}
+    print_ends(args, lines, names, "which --model and from_pretrained load")
+
+
+def print_ends(args, lines, names, use):
+    """Print metrics of the first evaluation and of the last, where the checkpoint is, and the command that goes on."""
+    width = max([16, *(len(name) + 1 for name in names.values())])
     for key, name in names.items():
-        if evals and key in evals[0]:
-            print(f"{name:40}{evals[0][key]:.3f} (step {evals[0]['step']}) -> {evals[-1][key]:.3f}")
-    if last_step > 0:
-        print(f"checkpoint      {Path(args.run_dir, 'checkpoint')}, which --model and from_pretrained load")
-    more = f" --num-steps {2 * args.num_steps}" if last_step >= args.num_steps else ""
-    print(f"to go on        python {Path(__file__).name} --resume {Path(args.run_dir)}{more}")
+        found = [f"{line[key]:.3f} (step {line['step']})" for line in lines if key in line]
+        if found:
+            print(f"{name:{width}}{' -> '.join(found[:1] + found[1:][-1:])}")
+    if not saved_steps(args.run_dir):
+        print("nothing was trained or saved: there is nothing to go on from")
+        return
+    print(f"checkpoint      {Path(args.run_dir, 'checkpoint')}, {use}")
+    more = f" --num-steps {2 * args.num_steps}" if lines[-1]["step"] >= args.num_steps else ""
+    print(f"to go on        {entry_command()} --resume {shlex.quote(str(Path(args.run_dir)))}{more}")
+    if Path(sys.argv[0]).name != Path(__file__).name:
+        print("                or, where that takes no flags, main(Args(resume=...))")
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(parse_args())

@@ -18,10 +18,10 @@ import grpo  # noqa: E402
 
 
 def main(name):
-    model, tokenizer = grpo.load_model(name, torch.device("cpu"))
+    tokenizer = grpo.load_tokenizer(name)
+    model, stop_ids = grpo.load_model(name, tokenizer, torch.device("cpu"))
     args = grpo.resolve_args(grpo.Args(model=name))
     _, prompts, _ = grpo.load_prompts(args.dataset, tokenizer, "", args.max_prompt_length, args.eval_prompts)
-    stop_ids = grpo.find_stop_ids(model, tokenizer)
     torch.manual_seed(0)
     for label, num_samples, temperature in (("greedy", 1, 0.0), ("temperature 1", 8, 1.0)):
         batch, texts = grpo.rollout(model, tokenizer, prompts, num_samples, temperature, stop_ids, args)

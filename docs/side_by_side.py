@@ -123,7 +123,7 @@ it is identical to the letter (`tests/test_layout.py`, `tests/test_diffs.py`).
 Σᵢ Σₜ min(r A, clip(r) A) | Σᵢ min(s A, clip(s) A) |
 | advantage Aᵢ | R − b, b none, mean or mean of the others | (R − mean) / std | R − mean | (R − mean) / std | \
 (R − mean) / std |
-| reward R | rule | rule | rule, 0 if truncated | ±1 by the rule, overlong penalty | rule |
+| reward R | rule | rule | rule, its group's lowest (at most 0) if truncated | ±1 by the rule, overlong penalty | rule |
 | weight of a token | 1 / completions | 1 / (\\|oᵢ\\| completions) | 1 / (L completions) | 1 / tokens | \
 1 / (\\|oᵢ\\| completions) |
 | ratio | none | of the token | of the token | of the token | of the completion, its tokens' geometric mean |

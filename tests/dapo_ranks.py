@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from tiny import pad_right
+from tiny import load, pad_right
 
 import dapo
 
@@ -29,7 +29,7 @@ def write_prompts(path, count):
 
 def read_prompts(dataset):
     """The prompts that main trains on, in the order of the file."""
-    _, tokenizer = dapo.load_model(str(dapo.HERE / "models" / "tiny"), "cpu")
+    _, tokenizer = load(dapo, dapo.HERE / "models" / "tiny")
     return dapo.load_prompts(dataset, tokenizer, "", 32, 0)[0]
 
 
@@ -63,7 +63,7 @@ def scripted_generate(tokenizer, patterns, rounds):
 
 def run(folder, run_dir):
     """Train over STEPS; return the prompts of every round of this rank."""
-    _, tokenizer = dapo.load_model(str(dapo.HERE / "models" / "tiny"), "cpu")
+    _, tokenizer = load(dapo, dapo.HERE / "models" / "tiny")
     dataset, rounds = str(folder / "prompts.jsonl"), []
     patterns = assign(read_prompts(dataset), 0, "".join(STEPS).replace(" ", ""))
     dapo.generate = scripted_generate(tokenizer, patterns, rounds)

@@ -47,7 +47,7 @@ def each(test, cases):
     return [f"{test}/{case}" for case in (cases.split() if isinstance(cases, str) else cases)]
 
 
-STEP_SEED = "torch.manual_seed((args.seed * 1_000_003 + step) * 1_000_003 + rank)"
+STEP_SEED = "torch.manual_seed(((args.seed * 1_000_003 + step) * 1_000_003 + rank) % 2**63)"
 RESUME = "test_resume.py::test_run_killed_once_and_resumed_is_bit_identical"
 ACCUMULATED = "test_gradients.py::test_accumulated_gradient_is_that_of_the_mean_loss"
 CLIP = [f"test_{name}.py::test_where_the_clip_stops_the_gradient" for name in ("losses", "ppo")]
@@ -164,22 +164,22 @@ MUTANTS = [
     Mutant(
         "dropout is left on",
         f"{ONLINE} dpo sft",
-        'if "drop" in key and isinstance(value, float):',
-        'if "drop" in key and value is None:',
+        'if ("drop" in key or "jitter" in key) and isinstance(value, float):',
+        'if "jitter" in key and isinstance(value, float):',
         "test_logprobs.py::test_dropout_is_off_in_train_mode",
     ),
     Mutant(
         "dropout of the reward model is left on",
         "reward_model",
-        'if "drop" in key and isinstance(value, float):',
-        'if "drop" in key and value is None:',
+        'if ("drop" in key or "jitter" in key) and isinstance(value, float):',
+        'if "jitter" in key and isinstance(value, float):',
         "test_logprobs.py::test_dropout_of_a_reward_model_is_off_in_train_mode",
     ),
     Mutant(
         "parameters are trained in bfloat16",
-        LOGPROBS,
-        "AutoModelForCausalLM.from_pretrained(name, config=config, dtype=torch.float32)",
-        'AutoModelForCausalLM.from_pretrained(name, config=config, dtype="auto")',
+        ALL,
+        "auto_class.from_pretrained(name, config=config, dtype=torch.float32, **options)",
+        'auto_class.from_pretrained(name, config=config, dtype="auto", **options)',
         "test_logprobs.py::test_parameters_are_float32_whatever_the_folder_holds",
     ),
     # ---- sampling
@@ -236,7 +236,7 @@ MUTANTS = [
     Mutant(
         "only the tokenizer's eos stops a completion",
         ALL,
-        "configs = (model.generation_config, model.config.get_text_config(), tokenizer)",
+        'configs = (getattr(model, "generation_config", tokenizer), model.config.get_text_config(), tokenizer)',
         "configs = (tokenizer,)",
         "test_rollouts.py::test_stop_ids_are_the_union_of_all_that_name_one",
     ),
@@ -258,8 +258,8 @@ MUTANTS = [
     Mutant(
         "rewards are shuffled against prompts",
         SAMPLED,
-        "for text, prompt in zip(texts, prompts)]",
-        "for text, prompt in zip(texts, prompts[::-1])]",
+        "[prompt for prompt in prompts for _ in range(num_samples)])",
+        "[prompt for prompt in prompts[::-1] for _ in range(num_samples)])",
         f"{STEPS}a_reward_is_that_of_its_own_prompt_and_completion",
     ),
     Mutant(
@@ -368,8 +368,8 @@ MUTANTS = [
     Mutant(
         "Dr. GRPO rewards truncated completions",
         "dr_grpo",
-        'rewards = torch.where(batch["truncated"], 0.0, batch["rewards"])',
-        'rewards = batch["rewards"]',
+        "return torch.where(truncated, lowest, rewards)",
+        "return rewards",
         "test_training.py::test_dr_grpo_counts_truncated_completions_as_wrong",
     ),
     Mutant(
@@ -625,8 +625,8 @@ MUTANTS = [
     Mutant(
         "the overlong penalty is not applied",
         "dapo",
-        "rewards = rewards + overlong_penalty(lengths, args.max_completion_length, args.overlong_buffer)",
-        "pass",
+        'batch["trained_rewards"] = 2 * batch["rewards"] - 1 + penalty',
+        'batch["trained_rewards"] = 2 * batch["rewards"] - 1',
         "test_dapo.py::test_advantages_have_the_mapped_reward_and_the_metrics_the_rules",
     ),
     Mutant(
@@ -639,8 +639,8 @@ MUTANTS = [
     Mutant(
         "DAPO's wrong answers have reward 0, not -1",
         "dapo",
-        'rewards = 2 * batch["rewards"] - 1',
-        'rewards = batch["rewards"]',
+        'batch["trained_rewards"] = 2 * batch["rewards"] - 1 + penalty',
+        'batch["trained_rewards"] = batch["rewards"] + penalty',
         "test_dapo.py::test_advantages_have_the_mapped_reward_and_the_metrics_the_rules",
     ),
     Mutant(
@@ -795,8 +795,8 @@ MUTANTS = [
     Mutant(
         "every rank evaluates all held-out prompts",
         SAMPLED,
-        "share = prompts[rank::world_size]",
-        "share = prompts",
+        "prompts[rank::world_size], ",
+        "prompts, ",
         each("test_evaluation.py::test_ranks_share_the_held_out_prompts", SAMPLED),
     ),
     # ---- resuming
@@ -846,15 +846,15 @@ MUTANTS = [
     Mutant(
         "a resumed run logs steps twice",
         ALL,
-        'for line in whole if json.loads(line)["step"] <= last_step',
-        "for line in whole",
+        'if line.endswith(b"\\n") and json.loads(line)["step"] <= last_step:',
+        'if line.endswith(b"\\n"):',
         "test_resume.py::test_killed_and_resumed_run_is_bit_identical",
     ),
     Mutant(
         "a second run writes into the folder of the first",
         ALL,
-        "if not args.resume and Path(args.run_dir).exists():",
-        "if args.resume and not Path(args.run_dir).exists():",
+        "if os.path.lexists(run_dir) and not",
+        "if False and not",
         "test_cli.py::test_a_run_folder_that_exists_is_left_alone",
     ),
     Mutant(
@@ -902,9 +902,9 @@ MUTANTS = [
     Mutant(
         "accuracy counts every reward over 0",
         SAMPLED,
-        'sums["eval/accuracy"] = (batch["rewards"] == 1).sum()',
-        'sums["eval/accuracy"] = (batch["rewards"] > 0).sum()',
-        each("test_evaluation.py::test_accuracy_counts_greedy_completions_with_the_full_reward", SAMPLED),
+        'sums["eval/accuracy"] += is_right(texts[number], row["answer"])',
+        'sums["eval/accuracy"] += score_completions([texts[number]], [row])[0] > 0',
+        each("test_evaluation.py::test_accuracy_counts_right_greedy_completions_whatever_the_reward_is", SAMPLED),
     ),
     Mutant(
         "accuracy is of samples, not of greedy completions",
@@ -924,30 +924,30 @@ MUTANTS = [
     Mutant(
         "every pass over the data has the same order",
         ALL,
-        "torch.Generator().manual_seed(seed * 1_000_003 + epoch)",
+        "torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)",
         "torch.Generator().manual_seed(seed * 1_000_003)",
         "test_data.py::test_a_pass_covers_every_row_once",
     ),
     Mutant(
         "two BOS tokens: the template's text is tokenised again",
-        f"{SAMPLED} reward_model",
-        "encoding = tokenizer.apply_chat_template("
-        "messages, add_generation_prompt=True, tokenize=True, return_dict=True)",
-        "encoding = tokenizer(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))",
+        ALL,
+        'return tokenizer.apply_chat_template(messages, **options)["input_ids"]',
+        "text = tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, tokenize=False)\n"
+        '        return tokenizer(text)["input_ids"]',
         "test_data.py::test_prompts_with_a_chat_template_have_one_bos_and_one_system_message",
     ),
     Mutant(
         "the prompt does not end where the assistant begins",
-        f"{SAMPLED} reward_model",
-        "(messages, add_generation_prompt=True, tokenize=True, return_dict=True)",
-        "(messages, add_generation_prompt=False, tokenize=True, return_dict=True)",
+        ALL,
+        "return render_chat(tokenizer, messages, True)",
+        "return render_chat(tokenizer, messages, False)",
         "test_data.py::test_prompts_with_a_chat_template_have_one_bos_and_one_system_message",
     ),
     Mutant(
         "long prompts are cut",
-        f"{ONLINE} dpo",
-        "                num_long += 1\n                continue\n",
-        "                prompt_ids = prompt_ids[-max_prompt_length:]\n",
+        SAMPLED,
+        'return None, f"dropped, longer than {max_prompt_length} tokens"',
+        "prompt_ids = prompt_ids[-max_prompt_length:]",
         "test_data.py::test_long_prompts_are_dropped_and_counted",
     ),
     # ---- PPO
@@ -1166,8 +1166,8 @@ MUTANTS = [
     Mutant(
         "the head of a reward model is made anew when it is loaded",
         "reward_model ppo_rlhf",
-        'if not any("SequenceClassification" in architecture for architecture in config.architectures or ()):',
-        "if config.architectures is not None:",
+        'if "score.weight" in missing:\n        nn.init',
+        "if model.config.architectures:\n        nn.init",
         "test_preference_runs.py::test_the_embedded_reward_model_tells_held_out_pairs_apart",
     ),
     # ---- SFT
@@ -1212,6 +1212,101 @@ MUTANTS = [
         'divisor = sum(sum(row["trained"]) for row in picked)',
         'divisor = sum(len(row["ids"]) for row in picked)',
         f"{STEPS}rows_without_gradient_count_in_the_divisor",
+    ),
+]
+
+# ---- what a run is, what it is given, what it says
+MUTANTS += [
+    Mutant(
+        "a resumed run may read other data",
+        ALL,
+        'for key in ("script", "processes", "data"):',
+        'for key in ("script", "processes"):',
+        ["test_runs.py::test_other_data_is_refused", "test_runs.py::test_an_edited_file_of_pairs_is_refused"],
+    ),
+    Mutant(
+        "a changed reward is not told on resume",
+        ALL,
+        'print(f"warning: not what it was',
+        'str(f"warning: not what it was',
+        "test_runs.py::test_a_changed_function_is_one_line",
+    ),
+    Mutant(
+        "two processes write into one folder",
+        ALL,
+        "fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "pass",
+        "test_runs.py::test_a_second_process_on_one_folder_is_refused",
+    ),
+    Mutant(
+        "a run without a state is resumed from step 0",
+        ALL,
+        '        if not steps:\n            raise SystemExit(f"--resume',
+        '        if steps is None:\n            raise SystemExit(f"--resume',
+        "test_runs.py::test_without_a_state_there_is_nothing_to_go_on_from",
+    ),
+    Mutant(
+        "a reward of nan is trained on",
+        SAMPLED,
+        'not hasattr(reward, "__float__") or not abs(reward) < 1e38',
+        'not hasattr(reward, "__float__") or abs(reward) >= 1e38',
+        "test_own_rewards.py::test_a_reward_that_is_no_finite_number_stops_and_shows_the_completion",
+    ),
+    Mutant(
+        "parameters that a folder lacks are random",
+        ALL,
+        'faults = [f"it lacks {key}" for key in sorted(info["missing_keys"]) if not key.startswith("score.")]',
+        "faults = []",
+        "test_models.py::test_a_folder_with_something_wrong_is_one_line",
+    ),
+    Mutant(
+        "weights that are not finite are trained",
+        ALL,
+        "if not value.isfinite().all()]",
+        "if value is None]",
+        "test_models.py::test_a_folder_with_something_wrong_is_one_line",
+    ),
+    Mutant(
+        "the end of a turn is the tokenizer's eos, whatever the template writes",
+        ALL,
+        "return ends[0] if ends else tokenizer.eos_token_id",
+        "return tokenizer.eos_token_id",
+        "test_models.py::test_what_ends_a_turn_is_sampled_trained_compared_and_saved",
+    ),
+    Mutant(
+        "checkpoints name one stop token only",
+        LOGPROBS,
+        "model.generation_config.eos_token_id = stop_ids",
+        "model.generation_config.eos_token_id = tokenizer.eos_token_id",
+        "test_models.py::test_what_ends_a_turn_is_sampled_trained_compared_and_saved",
+    ),
+    Mutant(
+        "the sampler's buffers are rounded to bfloat16",
+        SAMPLED,
+        "            parameter.data = parameter.data.to(torch.bfloat16)\n",
+        "            sampler = sampler.to(torch.bfloat16)\n",
+        "test_models.py::test_the_sampler_has_parameters_in_bfloat16_and_buffers_as_they_were",
+    ),
+    Mutant(
+        "a truncated completion is worth 0 where wrong ones cost",
+        "dr_grpo",
+        ".amin(1).clamp(max=0).repeat_interleave(group_size)",
+        ".amin(1).mul(0).repeat_interleave(group_size)",
+        "test_own_rewards.py::test_a_truncated_completion_gets_the_lowest_reward_of_its_group_and_at_most_0",
+    ),
+    Mutant(
+        "nothing to learn from is not said",
+        ONLINE,
+        "if len(stuck) == 6 and all(stuck[1:]) and not stuck[0]:",
+        "if False:",
+        "test_own_rewards.py::test_steps_without_anything_to_learn_from_are_told_once_with_the_reason",
+    ),
+    Mutant(
+        "what a full disk left over stays there",
+        ALL,
+        "            shutil.rmtree(unfinished, ignore_errors=True)\n            shutil.rmtree(Path(run_dir)",
+        "            shutil.rmtree(Path(run_dir)",
+        "test_runs.py::test_a_save_that_finds_no_room_is_one_line_and_leaves_the_last_state",
     ),
 ]
 

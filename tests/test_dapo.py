@@ -24,7 +24,7 @@ from dapo_ranks import (
     scripted_generate,
     write_prompts,
 )
-from tiny import relative_error
+from tiny import load, relative_error
 
 import dapo
 
@@ -35,7 +35,7 @@ SIZES |= {"max_completion_length": MAX_COMPLETION_LENGTH, "overlong_buffer": OVE
 
 @pytest.fixture(scope="module")
 def tiny():
-    return dapo.load_model(TINY, "cpu")
+    return load(dapo, TINY)
 
 
 @pytest.fixture(autouse=True)
@@ -166,8 +166,8 @@ def test_step_without_any_signal_changes_nothing(tiny, tmp_path, dataset, monkey
     assert all(math.isfinite(value) for value in line.values())
     assert line["reward/mean"] == pytest.approx(letters.count("s") / 9)
     assert line["optim/grad_norm"] == line["loss/policy"] == line["policy/approx_kl"] == 0
-    after, _ = dapo.load_model(str(tmp_path / "run" / "checkpoint"), "cpu")
-    before, _ = dapo.load_model(TINY, "cpu")
+    after, _ = load(dapo, tmp_path / "run" / "checkpoint")
+    before, _ = load(dapo, TINY)
     assert all(torch.equal(a, b) for a, b in zip(after.parameters(), before.parameters(), strict=True))
 
 
@@ -203,7 +203,7 @@ def test_at_the_cap_it_trains_on_the_groups_found(tiny, tmp_path, dataset, monke
     assert rows == [8, 9, 10, 11, 16, 17, 18, 19]
     assert divisor == (8 + 7 + 7 + 16) + (12 + 7 + 16 + 8)
 
-    model, tokenizer = dapo.load_model(TINY, "cpu")
+    model, tokenizer = load(dapo, TINY)
     picked = dapo.pick_rows(prompts, 0, 6, 1)
     stop_ids = dapo.find_stop_ids(model, tokenizer)
     args = dapo.Args(max_completion_length=MAX_COMPLETION_LENGTH)
@@ -315,3 +315,11 @@ def test_two_ranks_train_as_one(two_ranks, monkeypatch):
 def test_the_groups_of_the_script_are_what_their_letters_say():
     signal = {letter: {KINDS[kind][0] for kind in group} for letter, group in GROUPS.items()}
     assert signal == {"m": {True, False}, "s": {True}, "n": {False}}
+
+
+@pytest.mark.parametrize("limit, buffer", [(48, 9), (3, 0)])
+def test_the_overlong_buffer_is_a_fifth_of_the_limit_by_default(limit, buffer, tmp_path):
+    """As in section 4.1, whatever --max-completion-length is."""
+    run = tmp_path / "run"
+    dapo.main(dapo.Args(max_completion_length=limit, num_steps=0, eval_prompts=1, run_dir=str(run)))
+    assert json.loads((run / "args.json").read_text())["overlong_buffer"] == buffer

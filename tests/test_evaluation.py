@@ -1,6 +1,7 @@
-"""What evaluate counts: greedy accuracy and pass@k of given rewards; of PPO also the score and its penalty."""
+"""What evaluate counts: accuracy and pass@k by the rule, whatever the reward is; of PPO also score and penalty."""
 
 import inspect
+import json
 from itertools import combinations
 from types import SimpleNamespace
 
@@ -13,27 +14,35 @@ import ppo_rlhf
 
 SCRIPTS = ONLINE | {"dpo": dpo, "ppo_rlhf": ppo_rlhf}
 SAMPLES = [[0, 0, 0, 0], [0, 1, 0, 0], [1, 0, 0, 1], [1, 1, 0, 1], [1, 1, 1, 1], [0, 0, 1, 0], [0.5, 0.5, 0, 0.5]]
-GREEDY = [0, 1, 0.5, 1, 0.9, 0.1, 1]  # 1 is right; a reward of one's own may give less for a part
+GREEDY = [0, 1, 0.5, 1, 0.9, 0.1, 1]  # 1 is right
 TRUNCATED = [True, False, False, True, False, True, False]
 PROMPTS = [{"prompt": f"{i}", "answer": "1", "prompt_ids": [i]} for i in range(len(GREEDY))]
 
 
+def reward(text):
+    """A reward of one's own: a bonus for an answer with a point, and never 1."""
+    return 0.5 * ("{1}" in text) + 0.25 * ("." in text)
+
+
 @pytest.fixture
-def evaluate(monkeypatch):
+def evaluate(monkeypatch, tmp_path):
     """Calls a script's evaluate with the rewards above; returns its metrics and what it sampled."""
 
     def call(script, prompts=PROMPTS, rank=0, world_size=1, **settings):
         sampled = []
 
-        def rollout(_model, _tokenizer, prompts, num_samples, temperature, _stop_ids, _args):
+        def sample_completions(_model, _tokenizer, prompts, num_samples, temperature, _stop_ids, _args):
             sampled.append((prompts, num_samples, temperature))
             places = [int(prompt["prompt"]) for prompt in prompts]
-            rewards = [GREEDY[i] for i in places] if temperature == 0 else sum((SAMPLES[i] for i in places), [])
+            right = [GREEDY[i] for i in places] if temperature == 0 else sum((SAMPLES[i] for i in places), [])
             truncated = torch.tensor([TRUNCATED[i] for i in places]).repeat_interleave(num_samples)
-            return {"rewards": torch.tensor(rewards, dtype=torch.float32), "truncated": truncated}, None
+            return {"truncated": truncated}, [f"\\boxed{{{value}}}" for value in right]
 
-        monkeypatch.setattr(script, "rollout", rollout)
-        given = {"prompts": prompts, "rank": rank, "world_size": world_size, "args": script.Args(**settings)}
+        monkeypatch.setattr(script, "sample_completions", sample_completions)
+        monkeypatch.setattr(script, "score_completions", lambda texts, _rows: [reward(text) for text in texts])
+        given = {"prompts": prompts, "rank": rank, "world_size": world_size, "step": 4}
+        given["args"] = script.Args(run_dir=str(tmp_path), **settings)
+        given["model"] = given["sampler"] = SimpleNamespace(device="cpu")
         names = inspect.signature(script.evaluate).parameters
         return script.evaluate(**{name: given.get(name) for name in names}), sampled
 
@@ -54,9 +63,30 @@ def test_pass_at_k_is_the_mean_over_all_choices_of_k_samples(script, evaluate):
 
 
 @each_script
-def test_accuracy_counts_greedy_completions_with_the_full_reward(script, evaluate):
+def test_accuracy_counts_right_greedy_completions_whatever_the_reward_is(script, evaluate):
     metrics, _ = evaluate(script)
     assert metrics["eval/accuracy"] == pytest.approx(3 / 7)
+    assert metrics["eval/reward"] == pytest.approx((3 * 0.5 + 3 * 0.25) / 7)
+
+
+@each_script
+def test_without_answers_the_reward_is_all_there_is(script, evaluate):
+    metrics, sampled = evaluate(script, [prompt | {"answer": None} for prompt in PROMPTS])
+    assert (
+        {"eval/reward"}
+        <= {key for key in metrics if "eval/" in key}
+        <= {"eval/reward", "eval/score"} | {"perf/eval_seconds"}
+    )
+    assert [count for _, count, _ in sampled] == [1]
+
+
+@each_script
+def test_greedy_completions_are_kept(script, evaluate, tmp_path):
+    evaluate(script)
+    rows = [json.loads(line) for line in (tmp_path / "eval_samples.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [4] * 7
+    assert [row["completion"] for row in rows] == [f"\\boxed{{{value}}}" for value in GREEDY]
+    assert [row["prompt"] for row in rows] == [prompt["prompt"] for prompt in PROMPTS]
 
 
 @each_script
@@ -92,7 +122,7 @@ def test_evaluation_draws_the_same_samples_every_time(script, evaluate):
 
 def test_score_of_a_cut_off_completion_is_less_by_the_penalty(evaluate):
     metrics, _ = evaluate(ppo_rlhf, missing_stop_penalty=2.0)
-    assert metrics["eval/score"] == pytest.approx((sum(GREEDY) - 2.0 * sum(TRUNCATED)) / 7)
+    assert metrics["eval/score"] == pytest.approx((3 * 0.5 + 3 * 0.25 - 2.0 * sum(TRUNCATED)) / 7)
 
 
 @pytest.mark.parametrize("penalty", [0.0, 2.0])

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import SIZES, build_model, make_args, make_batch
+from tiny import SIZES, build_model, load, load_scorer, make_args, make_batch
 from transformers import (
     AutoConfig,
     AutoTokenizer,
@@ -233,7 +233,7 @@ def test_other_models_pass(kind):
 
 
 def test_too_short_a_context_is_refused():
-    with pytest.raises(SystemExit, match="65, over the model's context of 64"):
+    with pytest.raises(SystemExit, match="65 tokens, over the context of 64"):
         grpo.check_model(build_model("gpt2"), [3, 4, 5, 6], 65)
 
 
@@ -252,7 +252,7 @@ def saved_gpt2(tmp_path_factory):
 
 
 def test_dropout_is_off_in_train_mode(saved_gpt2):
-    model, _ = grpo.load_model(saved_gpt2[0], torch.device("cpu"))
+    model, _ = load(grpo, saved_gpt2[0])
     policy = grpo.LogprobModel(model).train()
     batch = make_batch(model)
     first, second = (policy(*(batch[key] for key in INPUTS), 0.7)[0] for _ in range(2))
@@ -261,7 +261,7 @@ def test_dropout_is_off_in_train_mode(saved_gpt2):
 
 @pytest.mark.parametrize("script", [reward_model, ppo_rlhf])
 def test_dropout_of_a_reward_model_is_off_in_train_mode(script, saved_gpt2):
-    model, tokenizer = script.load_reward_model(saved_gpt2[0], torch.device("cpu"))
+    model, tokenizer = load_scorer(script, saved_gpt2[0])
     policy = script.ScoreModel(model).train()
     ids = torch.tensor([tokenizer.encode("12+34=")])
     first, second = (policy(ids, ids >= 0, ids, ids >= 0) for _ in range(2))
@@ -269,6 +269,6 @@ def test_dropout_of_a_reward_model_is_off_in_train_mode(script, saved_gpt2):
 
 
 def test_parameters_are_float32_whatever_the_folder_holds(saved_gpt2):
-    model, _ = grpo.load_model(saved_gpt2[0], torch.device("cpu"))
+    model, _ = load(grpo, saved_gpt2[0])
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert all(torch.equal(value, saved_gpt2[1][name].float()) for name, value in model.named_parameters())

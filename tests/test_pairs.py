@@ -10,7 +10,8 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
-from test_data import TEMPLATE, word_tokenizer, write_rows
+from test_data import ALTERNATING, TEMPLATE, word_tokenizer, write_rows
+from tiny import load_scorer
 from transformers import AutoTokenizer
 
 import dpo
@@ -56,10 +57,11 @@ def texts_of(pair, tokenizer):
 
 def counts(report, split):
     """The numbers in the report's line about a split: kept, without shared prompt, empty, identical, too long."""
-    pattern = (
-        rf"^(\d+) {split} pairs; dropped: (\d+) without shared prompt, (\d+) empty, (\d+) identical, (\d+) too long"
-    )
-    return tuple(map(int, re.search(pattern, report, re.MULTILINE).groups()))
+    line = next(line for line in report.splitlines() if f" {split} rows" in line)
+    kinds = ("without shared prompt", "empty", "identical", r"longer than \d+ \+ \d+ tokens")
+    kinds = (f"{split} rows", *(f"dropped, {kind}" for kind in kinds))
+    found = (re.search(rf"(\d+) {kind}", line) for kind in kinds)
+    return tuple(int(match[1]) if match else 0 for match in found)
 
 
 # ---- forms of a row
@@ -208,7 +210,7 @@ def test_the_longest_that_fits_is_kept(tmp_path, tokenizer):
     rows = [{"prompt": "1+1=", "chosen": "1" * 7, "rejected": "2"}] * 3  # 6 tokens, and 7 with a stop token
     assert len(load(tmp_path, rows, tokenizer, lengths=(6, 8))[0]) == 2
     for lengths in ((5, 8), (6, 7)):
-        with pytest.raises(SystemExit, match="0 training pairs; .* 2 too long"):
+        with pytest.raises(SystemExit, match="0 training rows .*; 2 dropped, longer than"):
             load(tmp_path, rows, tokenizer, lengths=lengths)
 
 
@@ -223,8 +225,8 @@ def test_dirt_in_the_held_out_rows_is_counted_too(tmp_path, tokenizer):
         (ROWS[:1], "1 training rows.*--eval-prompts 1"),
         ([{"prompt": "1+1=", "answer": "2"}] * 4, "needs the columns chosen and rejected; found prompt, answer"),
         ([{"prompt": "1+1=", "chosen": "2"}] * 4, "needs the columns chosen and rejected; found prompt, chosen"),
-        ([{**ROWS[0], "rejected": ROWS[0]["chosen"]}] * 4, "0 training pairs; .* 3 identical"),
-        ([*ROWS, {**ROWS[0], "chosen": ""}], "0 held-out pairs; .* 1 empty"),
+        ([{**ROWS[0], "rejected": ROWS[0]["chosen"]}] * 4, "0 training rows .*; 3 dropped, identical"),
+        ([*ROWS, {**ROWS[0], "chosen": ""}], "0 held-out rows .*; 1 dropped, empty"),
     ],
 )
 @pytest.mark.parametrize("script", [reward_model, dpo])
@@ -233,6 +235,32 @@ def test_too_few_rows_and_wrong_columns_exit_in_one_line(tmp_path, tokenizer, sc
     with pytest.raises(SystemExit, match=expected) as caught:
         script.load_pairs(dataset, tokenizer, "", 32, 48, 1, STOP_ID)
     assert isinstance(caught.value.code, str) and "\n" not in caught.value.code and dataset in caught.value.code
+
+
+WORDS = [{"prompt": "one and one", "chosen": "two", "rejected": "three"}]  # of a mixed column datasets decodes JSON
+BAD_VALUES = [7, True, {"a": 1}, ["a", "b"], [1], [{"content": "2"}], [{"role": "assistant"}]]
+
+
+@pytest.mark.parametrize("column", ["prompt", "chosen", "rejected"])
+@pytest.mark.parametrize("value", BAD_VALUES)
+def test_what_is_no_text_is_an_error_of_its_row(tmp_path, tokenizer, column, value):
+    with pytest.raises(SystemExit, match=rf"pairs.jsonl: training row 7: {column} must be a text or a list of mess"):
+        load(tmp_path, [*WORDS * 6, {**WORDS[0], column: value}, *WORDS * 2], tokenizer)
+
+
+def test_a_list_and_a_string_make_no_pair(tmp_path, tokenizer):
+    with pytest.raises(SystemExit, match="training row 2: chosen and rejected must both be"):
+        load(tmp_path, [*WORDS, {**WORDS[0], "chosen": [assistant("two")]}, *WORDS * 3], tokenizer)
+
+
+def test_pairs_that_no_template_takes_or_whose_prompt_is_answered_are_dropped_and_counted(tmp_path):
+    tokenizer = word_tokenizer(ALTERNATING)
+    prompts = [[user("one"), user("two")], [user("one"), assistant("two")], [user("one")], [user("two")]]
+    rows = [{"prompt": prompt, "chosen": "three", "rejected": "four"} for prompt in prompts]
+    train, held_out, report = load(tmp_path, rows, tokenizer, stop_id=7)
+    assert (len(train), len(held_out)) == (1, 1)
+    assert "; 1 dropped, refused by the chat template (roles must alternate)" in report
+    assert "; 1 dropped, whose prompt ends in the assistant's turn\n" in report
 
 
 # ---- batches
@@ -258,7 +286,7 @@ def test_prompts_are_padded_left_and_completions_right():
 def test_scores_do_not_depend_on_the_padding_or_on_the_company(tmp_path, tokenizer):
     """And a padding token that is a stop token as well would not be taken for the end: length finds it."""
     torch.manual_seed(0)
-    model, _ = reward_model.load_reward_model(str(TINY), "cpu")
+    model, _ = load_scorer(reward_model, TINY)
     pairs, _, _ = load(tmp_path, str(PREFERENCES), tokenizer)
 
     def scores(pairs, pad_id):
@@ -344,11 +372,13 @@ def test_a_step_of_ppo_on_the_prompts_of_hh_dialogues(tmp_path, monkeypatch, cap
     run = tmp_path / "run"
     ppo_rlhf.main(ppo_rlhf.Args(model=str(TINY), dataset=str(HH), run_dir=str(run), **lengths, **sizes))
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [sorted(key for key in line if key.startswith("eval/")) for line in lines] == [["eval/score"]] * 2
+    found = [sorted(key for key in line if key.startswith("eval/")) for line in lines]
+    assert found == [["eval/reward", "eval/score"]] * 2
     assert all(math.isfinite(value) for line in lines for value in line.values())
     assert lines[1]["optim/grad_norm"] > 0
     output = capsys.readouterr().out
-    assert "prompts without answers" in output and "score " in output and "accuracy" not in output
+    assert re.search(r"53 training rows .*; 5 dropped, longer than 128 tokens; 53 without answer\n", output)
+    assert "score " in output and "accuracy" not in output
 
 
 # ---- the embedded pairs

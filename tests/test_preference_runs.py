@@ -18,6 +18,7 @@ import torch
 from test_cli import names_of, parse_help, run_each
 from test_data import TEMPLATE, word_tokenizer
 from test_resume import KILLS, assert_same_run, finish, logged, start
+from tiny import load_scorer
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -252,7 +253,7 @@ def test_a_run_writes_its_parts(runs, script):
     assert ("samples.jsonl" in names) == (script is ppo_rlhf)
     assert not [path for path in run.rglob("*") if "unfinished" in path.name]
     saved = json.loads((run / "args.json").read_text())
-    assert list(saved) == names_of(script) and None not in [saved[name] for name in script.DEFAULTS]
+    assert list(saved) == [*names_of(script), "run"] and None not in [saved[name] for name in script.DEFAULTS]
     assert [path.name for path in (run / "state").iterdir()] == [f"{saved['num_steps']:08d}"]
 
 
@@ -298,7 +299,7 @@ def test_the_embedded_reward_model_tells_held_out_pairs_apart():
     folder = Path(ppo_rlhf.resolve_args(ppo_rlhf.Args()).reward_model)
     assert folder == ROOT / "models" / "tiny-reward"
     assert sum(path.stat().st_size for path in folder.iterdir()) < 4e6
-    model, tokenizer = reward_model.load_reward_model(str(folder), torch.device("cpu"))
+    model, tokenizer = load_scorer(reward_model, folder)
     stop_id = tokenizer.eos_token_id
     _, held_out, _ = reward_model.load_pairs(reward_model.DATASET, tokenizer, "", 32, 48, 512, stop_id)
     policy, args = reward_model.ScoreModel(model), reward_model.Args(microbatch_tokens=8192)
@@ -333,9 +334,8 @@ def test_from_fine_tuning_to_dpo_to_evaluation(tmp_path, pairs):
     settings = {"dataset": str(Path(pairs).parent / "sums"), "num_steps": 0, "eval_prompts": 8, "seed": 3}
     grpo.main(grpo.Args(model=model, rollout_batch_size=3, run_dir=str(tmp_path / "grpo"), **settings))
     (line,) = logged(tmp_path / "grpo")
-    assert {key: value for key, value in line.items() if key.startswith("eval/")} == {
-        key: expected[key] for key in ("eval/accuracy", "eval/pass@1", "eval/pass@2", "eval/pass@4")
-    }
+    for key in ("eval/accuracy", "eval/pass@1", "eval/pass@2", "eval/pass@4", "eval/reward"):
+        assert line[key] == expected[key]
 
 
 # ---- bad input
@@ -385,7 +385,7 @@ BAD_SETTINGS = [
     (ppo_rlhf, {"reward_model": "none", "gamma": 1.01}, "--gamma 1.01: must be at most 1"),
     (ppo_rlhf, {"reward_model": "none", "kl_coef": -1.0}, "--kl-coef -1.0"),
     *(
-        (script, {"max_prompt_length": 250, "max_completion_length": 50}, "300, over the .* 256")
+        (script, {"max_completion_length": 250}, "make 2[5-9][0-9] tokens, over the context of 256")
         for script in (reward_model, dpo)
     ),
 ]
@@ -401,9 +401,10 @@ def test_bad_settings_exit_with_one_line_and_leave_nothing_behind(tmp_path, monk
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_run_folder_that_exists_is_left_alone(tmp_path, script):
     (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("")
     settings = {"reward_model": "none"} if script is ppo_rlhf else {}
     assert "mine exists" in exit_message(script, run_dir=str(tmp_path / "mine"), **settings)
-    assert list((tmp_path / "mine").iterdir()) == []
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
 
 
 @pytest.mark.parametrize("script, other", list(permutations([*SCRIPTS, grpo, sft], 2)))
@@ -502,9 +503,7 @@ def test_resumed_dpo_refuses_other_pairs(tmp_path, pairs):
     dpo.main(small_args(dpo, run, dataset, None, num_steps=1, eval_prompts=0, eval_dataset=""))
     lines = (tmp_path / "pairs" / "train.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "pairs" / "train.jsonl").write_text("".join(lines[:-9]))
-    message = exit_message(dpo, resume=str(run), num_steps=2)
-    before, now = re.search(r"(\d+) pairs before, (\d+) now", message).groups()
-    assert int(before) > int(now) >= 431
+    assert "data was" in exit_message(dpo, resume=str(run), num_steps=2)
 
 
 # ---- two ranks

@@ -15,7 +15,7 @@ from preference_ranks import BUDGET, NAMES, PAIRS, SHARES, build_reference, buil
 from test_data import word_tokenizer
 from test_gradients import gradient_of
 from test_losses import read_oracle, tensor
-from tiny import PAD_ID, build_model, pad_right, relative_error
+from tiny import PAD_ID, build_model, load_scorer, pad_right, relative_error
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import dpo
@@ -333,7 +333,7 @@ def folder(request, tmp_path):
 
 def test_the_score_is_read_at_the_stop_token_by_us_and_by_hugging_face(folder, tmp_path):
     torch.manual_seed(0)
-    model, tokenizer = reward_model.load_reward_model(str(folder), "cpu")
+    model, tokenizer = load_scorer(reward_model, folder)
     stop_ids = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
     stop_ids = stop_ids if isinstance(stop_ids, list) else [stop_ids]
     assert reward_model.find_stop_ids(model, tokenizer) == sorted(stop_ids)
@@ -364,7 +364,7 @@ def test_the_score_is_read_at_the_stop_token_by_us_and_by_hugging_face(folder, t
 def test_a_stop_id_as_padding_would_be_told_apart():
     """Hugging Face would then read the score one token early, and check_model refuses the model."""
     torch.manual_seed(0)
-    model, tokenizer = reward_model.load_reward_model(str(TINY), "cpu")
+    model, tokenizer = load_scorer(reward_model, TINY)
     prompt_ids = reward_model.encode_prompt(tokenizer, "1+2=", "")
     model.config.pad_token_id = STOP_ID
     with pytest.raises(SystemExit, match="reads the score"):
@@ -380,7 +380,7 @@ def test_a_tokenizer_without_spare_special_token_gets_a_new_one(tmp_path):
     config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
     config.vocab_size, config.eos_token_id, config.bos_token_id = len(tokenizer), tokenizer.eos_token_id, None
     LlamaForCausalLM(config).save_pretrained(tmp_path)
-    model, loaded = reward_model.load_reward_model(str(tmp_path), "cpu")
+    model, loaded = load_scorer(reward_model, tmp_path)
     assert loaded.pad_token_id == len(tokenizer) == model.config.pad_token_id
     assert model.get_input_embeddings().num_embeddings == len(tokenizer) + 1
     reward_model.check_model(model.eval(), [3, 4], 32, loaded.eos_token_id)

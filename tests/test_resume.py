@@ -74,8 +74,9 @@ def logged(run, name="metrics.jsonl"):
 
 def assert_same_run(run, reference):
     assert logged(run) == logged(reference)
-    if (reference / "samples.jsonl").exists():
-        assert logged(run, "samples.jsonl") == logged(reference, "samples.jsonl")
+    for name in ("samples.jsonl", "eval_samples.jsonl"):
+        assert (run / name).exists() == (reference / name).exists()
+        assert not (run / name).exists() or logged(run, name) == logged(reference, name)
     weights, expected = (load_file(r / "checkpoint" / "model.safetensors") for r in (run, reference))
     assert weights.keys() == expected.keys()
     assert all(weights[name].equal(expected[name]) for name in expected)
@@ -138,11 +139,35 @@ def test_signal_finishes_the_step_saves_and_prints_how_to_resume(signum, tmp_pat
     process = start("grpo", [*GRPO, "--run-dir", str(run), "--num-steps", "500", "--save-every", "500"])
     wait_for_step(run, 1, process)
     process.send_signal(signum)
-    assert f"--resume {run}" in finish(process)
+    output = finish(process, 128 + signum)  # so that a && b does not go on with b
+    assert f"--resume {run}" in output and "stopping after this step" in output
     last_step = logged(run)[-1]["step"]
     assert last_step < 500
     assert [int(path.name) for path in (run / "state").iterdir()] == [last_step]
     assert (run / "checkpoint" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("script, function", [("grpo", "load_model"), ("dpo", "add_reference")])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_signal_before_the_first_step_just_ends_the_process(script, function, signum, tmp_path):
+    kill = f"script.{function} = lambda *_: (print('reached', flush=True), os.kill(os.getpid(), {int(signum)}))"
+    output = finish(start(script, ["--run-dir", str(tmp_path / "run")], kill), -signum)
+    assert output.endswith("reached\n")
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc to see how far a process is")
+def test_ctrl_c_while_libraries_load_leaves_no_traceback():
+    process = subprocess.Popen([sys.executable, ROOT / "grpo.py"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    assert finish(process, -signal.SIGINT) == b""
+
+
+def test_a_stop_before_anything_was_trained_promises_nothing(tmp_path):
+    kill = "evaluate = script.evaluate\nscript.evaluate = lambda *args: (os.kill(os.getpid(), 2), evaluate(*args))[1]"
+    output = finish(start("grpo", [*GRPO, "--run-dir", str(tmp_path / "run")], kill), 130)
+    assert "nothing was trained or saved" in output and "->" not in output and "--resume" not in output
 
 
 def test_resume_extends_a_finished_run(tmp_path):

@@ -128,6 +128,8 @@ PARSE = [
     ("-1/2", Fraction(-1, 2)),
     ("1/-2", Fraction(-1, 2)),
     ("\\frac{1}{2}", Fraction(1, 2)),
+    ("\\dfrac{1}{2}", Fraction(1, 2)),
+    ("-\\tfrac{3}{4}", Fraction(-3, 4)),
     ("-\\frac{1}{2}", Fraction(-1, 2)),
     ("\\frac{-1}{2}", Fraction(-1, 2)),
     ("6/4", Fraction(3, 2)),

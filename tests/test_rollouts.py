@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny import load
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import grpo
@@ -109,7 +110,7 @@ def test_generation_config_of_the_model_does_not_change_the_distribution(tmp_pat
         shutil.copy(TINY / name, tmp_path)
     wishes = {"do_sample": True, "top_k": 3, "top_p": 0.5, "temperature": 0.1, "repetition_penalty": 1.5}
     (tmp_path / "generation_config.json").write_text(json.dumps({**wishes, "eos_token_id": [STOP, 9]}))
-    model, tokenizer = grpo.load_model(str(tmp_path), "cpu")
+    model, tokenizer = load(grpo, tmp_path)
     assert model.generation_config.top_k == 3
     check_distribution(model, grpo.find_stop_ids(model, tokenizer), temperature)
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -185,17 +186,19 @@ def test_rows_too_long_or_without_completion_are_dropped_and_counted(tmp_path, c
     good = {"prompt": "1+1=", "completion": "\\boxed{2}"}
     rows = [*[good] * 10, {"prompt": "1+" * 40, "completion": "2"}, {"prompt": "1+1=", "completion": ""}, good, good]
     run(tmp_path, dataset=write_rows(tmp_path / "rows.jsonl", rows))
-    assert (
-        "10 training rows; dropped: 1 longer than 32 + 48 tokens, 1 without a token to train" in capsys.readouterr().out
-    )
+    said = "10 training rows .*; 1 dropped, longer than 32 . 48 tokens; 1 dropped, without a token to train\n"
+    assert re.search(said, capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
         ([{"text": "1"}] * 5, "needs the columns prompt and completion, or messages; found text"),
-        ([{"messages": [{"role": "user", "content": "1"}]}] * 5, "no token would be trained"),
-        ([{"prompt": "1", "completion": ""}] * 5, "no token would be trained"),
+        (
+            [{"messages": [{"role": "user", "content": "1"}]}] * 5,
+            "0 training rows .*; 3 dropped, without a token to train",
+        ),
+        ([{"prompt": "1", "completion": ""}] * 5, "0 training rows .*; 3 dropped, without a token to train"),
         ([{"prompt": "1", "completion": "2"}], "too few"),
     ],
 )
@@ -204,6 +207,46 @@ def test_bad_data_is_one_line_before_any_run_folder(rows, message, tmp_path):
         run(tmp_path, dataset=write_rows(tmp_path / "rows.jsonl", rows))
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
+
+
+ASKED, SAID = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "two"}
+BAD_ROWS = [
+    ({"messages": "hi"}, "messages must be a list of messages with a role and a content of text"),
+    ({"messages": 7}, "messages must be a list of messages"),
+    ({"messages": ["a"]}, "messages must be a list of messages"),
+    ({"messages": [ASKED, {"content": "2"}]}, "messages must be a list of messages"),
+    ({"messages": [ASKED, {"role": "assistant"}]}, "messages must be a list of messages"),
+    ({"messages": [ASKED, {**SAID, "content": 2}]}, "messages must be a list of messages"),
+    ({"prompt": 7, "completion": "2"}, "(prompt|completion) must be a text or a list of mess"),
+    ({"prompt": "1+1=", "completion": {"a": 1}}, "(prompt|completion) must be a text or a list of mess"),
+    ({"prompt": "1+1=", "completion": ["2"]}, "completion must be a text or a list"),
+]
+
+
+@pytest.mark.parametrize("row, message", BAD_ROWS)
+def test_what_is_no_text_is_an_error_of_its_row(row, message, tmp_path):
+    good = {"messages": [ASKED, SAID]} if "messages" in row else {"prompt": "1+1=", "completion": "two"}
+    with pytest.raises(SystemExit, match=f"training row 7: {message}") as error:
+        run(tmp_path, dataset=write_rows(tmp_path / "rows.jsonl", [*[good] * 6, row, *[good] * 3]))
+    assert "\n" not in str(error.value) and not (tmp_path / "run").exists()
+
+
+def test_chats_that_the_template_refuses_or_that_are_empty_are_dropped_and_counted(embedded, tmp_path):
+    _, tokenizer, _ = embedded
+    rows = [
+        {"messages": messages} for messages in ([ASKED, ASKED, SAID], [ASKED, {**SAID, "content": None}], [ASKED, SAID])
+    ]
+    args = sft.Args(dataset=write_rows(tmp_path / "rows.jsonl", [*rows, rows[-1]]), eval_prompts=1)
+    args.max_prompt_length, args.max_completion_length, template = 32, 48, tokenizer.chat_template
+    try:
+        refuse = "{{ raise_exception('two in a row') }}"
+        same = "loop.index0 > 0 and message['role'] == messages[loop.index0 - 1]['role']"
+        tokenizer.chat_template = template.replace("%}<|{{", "%}{% if " + same + " %}" + refuse + "{% endif %}<|{{", 1)
+        train, _, report = sft.load_conversations(args, tokenizer)
+    finally:
+        tokenizer.chat_template = template
+    reasons = r"; 1 dropped, refused by the chat template \(two in a row\); 1 dropped, without a token to train\n"
+    assert len(train) == 1 and re.search(f"^1 training rows .*{reasons}1 held-out rows", report)
 
 
 def test_ordinary_tokens_survive_decoding(embedded):

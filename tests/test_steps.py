@@ -10,7 +10,7 @@ import datasets
 import pytest
 import torch
 from preference_ranks import build_scorer
-from tiny import COMPLETIONS, PAD_ID, PROMPTS, build_model, pad_right
+from tiny import COMPLETIONS, PAD_ID, PROMPTS, build_model, load, pad_right
 
 import dapo
 import dpo
@@ -327,7 +327,7 @@ def test_the_first_minibatch_is_on_policy_and_no_other(runs, name):
 @each(["grpo", "ppo_rlhf"])
 def test_the_reference_stays_the_initial_model(runs, name):
     run = runs(name)
-    initial, _ = run.script.load_model(str(Path(grpo.HERE) / "models" / "tiny"), torch.device("cpu"))
+    initial, _ = load(run.script, Path(grpo.HERE) / "models" / "tiny")
     for update in run.updates:
         expected = logprobs_of(run.script, initial, update.batch)
         torch.testing.assert_close(update.batch["ref_logprobs"], expected, rtol=1e-4, atol=1e-5)
@@ -385,3 +385,14 @@ def test_rewards_and_lengths_are_means_over_the_rollout(runs, name):
             assert line["reward/zero_std_all_wrong"] == pytest.approx((groups.sum(1) == 0).double().mean().item())
             assert line["reward/zero_std_all_right"] == pytest.approx((groups.sum(1) == 4).double().mean().item())
     assert next(rollouts, None) is None
+
+
+@each(["grpo", "ppo_rlhf"])
+def test_the_clock_waits_for_the_device(monkeypatch, name):
+    """Else the seconds of one phase would be counted in the next."""
+    script, waited = {"grpo": grpo, "ppo_rlhf": ppo_rlhf}[name], []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(1))
+    assert script.read_clock() < script.read_clock() and len(waited) == 2
+    main = Path(script.__file__).read_text(encoding="utf-8").partition("\ndef main")[2].partition("\n# ----")[0]
+    assert main.count("read_clock()") == 4 and "perf_counter" not in main

@@ -6,6 +6,7 @@ from dataclasses import fields
 
 import pytest
 import torch
+from tiny import load
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dapo
@@ -31,7 +32,7 @@ def train(script, run, **settings):
 
 def shares_changed(run):
     """Share of the values that training changed, of each parameter."""
-    before, _ = grpo.load_model(str(grpo.HERE / "models" / "tiny"), torch.device("cpu"))
+    before, _ = load(grpo, grpo.HERE / "models" / "tiny")
     after = AutoModelForCausalLM.from_pretrained(run / "checkpoint")
     return [(a != b).float().mean().item() for a, b in zip(before.parameters(), after.parameters())]
 
@@ -110,7 +111,7 @@ def test_dr_grpo_counts_truncated_completions_as_wrong(tmp_path, monkeypatch):
 
 
 def test_nonfinite_gradient_stops_before_the_optimizer_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(grpo, "reward_fn", lambda completion, _: float("inf") if len(completion) % 2 else 0.0)
+    monkeypatch.setattr(grpo, "compute_advantages", lambda rewards, _: torch.full_like(rewards, float("inf")))
     run = tmp_path / "run"
     sizes = {"prompts_per_step": 4, "group_size": 4, "minibatch_size": 8, "eval_prompts": 0}
     with pytest.raises(SystemExit, match="step 1: gradient norm nan"):

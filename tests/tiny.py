@@ -18,7 +18,7 @@ SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "nu
 CONFIGS = {
     "llama": LlamaConfig(**SIZES, num_key_value_heads=1),
     "qwen3": Qwen3Config(**SIZES, num_key_value_heads=1, head_dim=8),
-    "gpt2": GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=64),
+    "gpt2": GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=64, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0),
 }
 PROMPTS = [[3, 4], [5, 0, 1, 6, 7], [2], [8, 9, 10, 2, 3, 4], [7, 1, 0], [5, 5, 5, 5], [0], [9, 3]]
 COMPLETIONS = [[4, 5, 1], [1], [6, 0, 7, 8, 2, 9, 1], [10, 3], [2, 2, 2, 2, 2, 2, 2, 2], [1], [0, 1], [3, 1]]
@@ -40,6 +40,18 @@ def build_model(config, vocab_size=11, dtype=torch.float64, scale=6.0):
         for parameter in model.parameters():
             parameter.mul_(scale if parameter.ndim > 1 else 1.0)
     return model.to(dtype)
+
+
+def load(script, name):
+    """A model as main loads it, and its tokenizer."""
+    tokenizer = script.load_tokenizer(str(name))
+    return script.load_model(str(name), tokenizer, torch.device("cpu"))[0], tokenizer
+
+
+def load_scorer(script, name, new_head=True):
+    """A reward model as main loads it, and its tokenizer."""
+    tokenizer = script.load_tokenizer(str(name))
+    return script.load_reward_model(str(name), tokenizer, torch.device("cpu"), new_head), tokenizer
 
 
 def pad_right(rows, width, pad_id=PAD_ID):

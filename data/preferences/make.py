@@ -70,8 +70,8 @@ def classify(completion, worked, answer):
 
 def sample_completions(sums):
     """Return {class: distinct completions} for every sum."""
-    model, tokenizer = grpo.load_model(str(ROOT / "models" / "tiny"), torch.device("cpu"))
-    stop_ids = grpo.find_stop_ids(model, tokenizer)
+    tokenizer = grpo.load_tokenizer(str(ROOT / "models" / "tiny"))
+    model, stop_ids = grpo.load_model(str(ROOT / "models" / "tiny"), tokenizer, torch.device("cpu"))
     args = grpo.Args(max_completion_length=48)
     torch.manual_seed(0)
     found, num_wrong_work = [], 0

@@ -1,0 +1,154 @@
+"""Rewards of a user's own: what they are given, what is asked of them, and what is then reported."""
+
+import json
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+from tiny import SCRIPTS
+
+import dapo
+import dr_grpo
+import grpo
+
+SMALL = {"num_steps": 1, "prompts_per_step": 4, "group_size": 4, "minibatch_size": 8, "max_completion_length": 16}
+SMALL |= {"eval_prompts": 4, "overlong_buffer": 4, "max_rounds": 1}
+ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i), "level": i % 3} for i in range(1, 13)]
+
+
+def small_args(script, folder, rows=ROWS, **settings):
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    names = vars(script.Args())
+    given = SMALL | {"dataset": str(folder / "rows.jsonl"), "run_dir": str(folder / "run")} | settings
+    return script.Args(**{name: value for name, value in given.items() if name in names})
+
+
+def logged(folder, name="metrics"):
+    return [json.loads(line) for line in (folder / "run" / f"{name}.jsonl").read_text().splitlines()]
+
+
+def rewards_of(monkeypatch, *rewards):
+    """What rollout makes of these rewards for two completions, "one" and "two"."""
+    monkeypatch.setattr(grpo, "sample_completions", lambda *_: ({}, ["one", "two"]))
+    monkeypatch.setattr(grpo, "score_completions", lambda *_: rewards[0] if len(rewards) == 1 else rewards)
+    model = SimpleNamespace(device=torch.device("cpu"))
+    return grpo.rollout(model, None, [{}], 2, 1.0, [], None)[0]["rewards"].tolist()
+
+
+@pytest.mark.parametrize("reward", [1, True, 0.5, numpy.float32(0.25), torch.tensor(0.75)])
+def test_numbers_of_any_kind_are_rewards(reward, monkeypatch):
+    assert rewards_of(monkeypatch, reward, 0) == [float(reward), 0.0]
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), 1e39, 10**400, "1.0", None, [1.0], {}])
+def test_a_reward_that_is_no_finite_number_stops_and_shows_the_completion(reward, monkeypatch):
+    with pytest.raises(SystemExit, match=r"reward .*no finite number; .*completion 'two'"):
+        rewards_of(monkeypatch, 0.0, reward)
+
+
+@pytest.mark.parametrize("rewards", [numpy.array([0.5, 1.0]), torch.tensor([0.5, 1.0]), (0.5, 1.0)])
+def test_rewards_may_be_an_array(rewards, monkeypatch):
+    assert rewards_of(monkeypatch, rewards) == [0.5, 1.0]
+
+
+@pytest.mark.parametrize(
+    "rewards", [None, [], [1.0], [1.0] * 3, 1.0, (i for i in "ab"), {0: 1.0, 1: 0.0}, torch.tensor(1.0)]
+)
+def test_as_many_rewards_as_completions_are_asked_for(rewards, monkeypatch):
+    with pytest.raises(SystemExit, match=r"score_completions must return a reward for each of 2 texts, not "):
+        rewards_of(monkeypatch, rewards)
+
+
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+def test_completions_are_scored_as_a_batch_with_all_columns_of_their_rows(script, tmp_path, monkeypatch):
+    calls = []
+
+    def score_completions(completions, rows):
+        calls.append([(row["prompt"], row["answer"], row["level"]) for row in rows])
+        assert len(completions) == len(rows) and all(isinstance(text, str) for text in completions)
+        return [len(text) % 2 for text in completions]
+
+    monkeypatch.setattr(script, "score_completions", score_completions)
+    script.main(small_args(script, tmp_path))
+    before, rollout, after = calls
+    given = {(row["prompt"], row["answer"], row["level"]) for row in ROWS}
+    assert len(before) == len(after) == 4 and len(rollout) == 16 and {*before, *rollout} <= given
+    assert all(len({*rollout[first : first + 4]}) == 1 for first in range(0, 16, 4))  # those of one prompt adjacent
+    line = logged(tmp_path)[1]
+    assert 0 <= line["perf/reward_seconds"] < line["perf/rollout_seconds"]
+    assert 0 <= line["rollout/live"] <= 1
+
+
+def test_accuracy_is_by_the_rule_where_a_bonus_changes_the_reward(tmp_path, monkeypatch):
+    monkeypatch.setattr(grpo, "reward_fn", lambda text, answer: grpo.is_right(text, answer) + 0.2 * ("<think>" in text))
+    grpo.main(small_args(grpo, tmp_path, eval_prompts=8, num_steps=0))
+    (line,) = logged(tmp_path)
+    samples = logged(tmp_path, "eval_samples")
+    right = [grpo.is_right(sample["completion"], sample["answer"]) for sample in samples]
+    assert line["eval/accuracy"] == sum(right) / 8 > 0
+    assert line["eval/reward"] == pytest.approx(sum(sample["reward"] for sample in samples) / 8)
+    assert line["eval/pass@4"] >= line["eval/pass@1"] > 0
+
+
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+def test_a_reward_that_needs_no_answers_needs_no_column_of_them(script, tmp_path, monkeypatch):
+    rows = [{"prompt": row["prompt"]} for row in ROWS]
+    monkeypatch.setattr(script, "reward_fn", lambda text, _answer: len(text) % 3)
+    script.main(small_args(script, tmp_path, rows))
+    lines = logged(tmp_path)
+    assert "eval/reward" in lines[0] and not [key for key in lines[0] if "accuracy" in key or "pass@" in key]
+
+
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+def test_the_rule_without_answers_ends_before_the_first_step(script, tmp_path):
+    with pytest.raises(SystemExit, match=r"--dataset .*rows.jsonl: .*answer, solution or ground_truth"):
+        script.main(small_args(script, tmp_path, [{"prompt": row["prompt"]} for row in ROWS]))
+    assert not (tmp_path / "run").exists()
+
+
+# ---- what is trained on where that is not the reward
+
+
+def test_a_truncated_completion_gets_the_lowest_reward_of_its_group_and_at_most_0():
+    """Of rewards of +1 and -1 a 0 would be a prize for being cut off."""
+    rewards = torch.tensor([1.0, -1.0, -1.0, 1.0, 1.0, 1.0, 2.0, 3.0])
+    truncated = torch.tensor([True, False, True, False, True, False, False, True])
+    trained = dr_grpo.punish_truncation(rewards, truncated, 4)
+    assert trained.tolist() == [-1.0, -1.0, -1.0, 1.0, 0.0, 1.0, 2.0, 0.0]
+    zero_one = torch.tensor([1.0, 0.0, 1.0, 1.0])
+    assert dr_grpo.punish_truncation(zero_one, truncated[:4], 4).tolist() == [0.0, 0.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("script", [dr_grpo, dapo])
+def test_the_reward_that_is_trained_on_is_logged_beside_the_rule_s(script, tmp_path):
+    script.main(small_args(script, tmp_path, max_completion_length=12))
+    line = logged(tmp_path)[1]
+    assert line["rollout/truncated"] > 0
+    if script is dr_grpo:
+        assert line["reward/trained_mean"] <= line["reward/mean"]
+    else:
+        assert line["reward/trained_mean"] < 2 * line["reward/mean"] - 1
+    grpo.main(small_args(grpo, tmp_path, run_dir=str(tmp_path / "grpo")))
+    assert "reward/trained_mean" not in json.loads((tmp_path / "grpo" / "metrics.jsonl").read_text().splitlines()[1])
+
+
+# ---- nothing to learn from
+
+
+@pytest.mark.parametrize(
+    "reward, length, reason",
+    [
+        (1.0, 40, "have the same reward, 1 on average"),
+        (0.0, 40, "have the same reward, 0 on average"),
+        (1.0, 2, "cut off"),
+    ],
+)
+@pytest.mark.parametrize("script", [grpo, dr_grpo])
+def test_steps_without_anything_to_learn_from_are_told_once_with_the_reason(
+    script, reward, length, reason, tmp_path, monkeypatch, capfd
+):
+    monkeypatch.setattr(script, "reward_fn", lambda _text, _answer: reward)
+    script.main(small_args(script, tmp_path, num_steps=7, max_completion_length=length, eval_prompts=0))
+    told = [line for line in "".join(capfd.readouterr()).splitlines() if "nothing to learn from" in line]
+    assert len(told) == 1 and reason in told[0] and "step 5" in told[0]
