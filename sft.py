@@ -581,7 +581,8 @@ def read_splits(dataset, flag):
     with one_line(f"{flag} {dataset}: {problem}"):
         if path.is_file() and path.open("rb").read(1000).strip() in (b"", b"[]"):
             raise ValueError("it has no rows")
-        if len({kinds.get(inner.suffix) for inner in path.rglob("*")} - {None}) > 1:
+        inside = [] if (path / "README.md").exists() else path.rglob("*")  # which may say what of it is data
+        if len({kinds.get(inner.suffix) for inner in inside if inner.name != "dataset_infos.json"} - {None}) > 1:
             raise ValueError("it has files of several kinds, of which only one would be read")
         if path.is_file():
             try:

@@ -348,6 +348,7 @@ def test_help_works_on_an_ascii_console_and_writes_nothing(helps, script):
         assert re.search(rf"--{name.replace('_', '-')}\b", texts[script.__name__]), name
     assert f"usage: {script.__name__}.py" in texts[script.__name__]
     assert "(default: None)" not in texts[script.__name__] and "{None}" not in texts[script.__name__]
+    assert all(f" {section} options " in texts[script.__name__] for section in ("rollout", "the-algorithm"))
     assert [path.name for path in (folder / script.__name__).iterdir()] == [f"{script.__name__}.py"]
 
 

@@ -446,6 +446,15 @@ def test_a_folder_of_several_kinds_of_files_is_refused(tmp_path):
         grpo.load_splits(str(tmp_path / "data"), 1)
 
 
+@pytest.mark.parametrize("beside", ["dataset_infos.json", "README.md"])
+def test_what_describes_the_data_is_no_data(tmp_path, beside):
+    (tmp_path / "data").mkdir()
+    datasets.Dataset.from_list(ROWS).to_parquet(tmp_path / "data" / "train.parquet")
+    (tmp_path / "data" / beside).write_text("{}" if beside.endswith("json") else "what it is")
+    train, held_out = grpo.load_splits(str(tmp_path / "data"), 2)
+    assert len(train) + len(held_out) == len(ROWS)
+
+
 def test_an_answer_of_nan_is_no_answer(tmp_path, tokenizer):
     rows = [{"prompt": "1+1=", "answer": answer} for answer in (float("nan"), 2.0, 3.0, 4.0)]
     _, _, report = load(write_rows(tmp_path / "rows.jsonl", rows), tokenizer, 32, 1)
