@@ -6,7 +6,7 @@ https://arxiv.org/abs/2503.20783v2, section 3.2 and listing 1.
     J(θ) = E_q 1/G Σᵢ 1/L Σₜ min(rᵢₜ Aᵢ, clip(rᵢₜ, 1 − ε, 1 + ε) Aᵢ)
 
     q, oᵢ     prompt, and the i-th of the G completions sampled for it
-    rᵢₜ       π_θ(oᵢₜ) / π_old(oᵢₜ), π_old being the policy that sampled the completions
+    rᵢₜ       π_θ(oᵢₜ) / π_old(oᵢₜ), π_old being the policy that sampled, up to rounding (--sampler-weight-cap)
     Aᵢ        Rᵢ − mean R over the group, the same for every token of a completion
     L         --max-completion-length, a constant: it only scales the learning rate
     ε         --clip-eps
@@ -62,8 +62,7 @@ from jinja2 import TemplateError
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -100,6 +99,8 @@ class Args:
     """sampling temperature; log-probabilities are those of this temperature too"""
     rollout_batch_size: int = 0
     """most completions decoded at once per rank (0: all)"""
+    sampler_weight_cap: float = 2.0
+    """most that a token counts for being likelier under the policy than under the model it was sampled from"""
 
     # optimization
     learning_rate: float | None = by_model(1.5e-4, 1e-6)
@@ -116,6 +117,10 @@ class Args:
     """gradients are scaled down to at most this norm"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, about a third more time"""
+    precision: str = "bfloat16" if torch.cuda.is_available() else "float32"
+    """bfloat16 or float32, of the transformer blocks; all else is float32 (on CUDA bfloat16 unless it is given)"""
+    lora_rank: int = 0
+    """train adapters of this rank, at 3 to 10 times the learning rate, and freeze the model (0: train all of it)"""
 
     # evaluation, saving, logging
     eval_every: int | None = by_model(20, 20)
@@ -171,7 +176,16 @@ def compute_advantages(rewards, group_size):
     return torch.where(equal, 0.0, advantages).view(-1)  # (B,)
 
 
-def policy_loss(logprobs, old_logprobs, advantages, completion_mask, clip_eps, max_completion_length):
+def policy_loss(
+    logprobs,
+    old_logprobs,
+    advantages,
+    completion_mask,
+    clip_eps,
+    max_completion_length,
+    sampler_logprobs=None,
+    sampler_weight_cap=2.0,
+):
     """Listing 1 to be minimised: sum over all tokens / max_completion_length; divide by the number of completions.
 
     advantages (B,), all else (B, T). Metrics are sums over tokens, loss/* over completions.
@@ -182,9 +196,15 @@ def policy_loss(logprobs, old_logprobs, advantages, completion_mask, clip_eps, m
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
     ratio = log_ratio.exp()  # (B, T)
     clipped_ratio = ratio.clamp(1 - clip_eps, 1 + clip_eps)
-    token_loss = -torch.min(ratio * advantages, clipped_ratio * advantages)  # (B, T)
+    metrics, weight = {}, 1.0
+    # The sampler rounds otherwise than π_old: its tokens are weighted by π_old / π_sampler, capped (Yao et al. 2025).
+    if sampler_logprobs is not None:
+        log_weight = torch.where(mask, old_logprobs - sampler_logprobs, 0.0)
+        weight = log_weight.exp().clamp(max=sampler_weight_cap)  # (B, T)
+        metrics["policy/sampler_kl"] = (log_weight.expm1() - log_weight).sum()
+    token_loss = -weight * torch.min(ratio * advantages, clipped_ratio * advantages)  # (B, T)
     loss = torch.where(mask, token_loss, 0.0).sum() / max_completion_length
-    metrics = {
+    metrics |= {
         "loss/policy": loss.detach(),
         "policy/approx_kl": (ratio - log_ratio - 1).sum().detach(),
         "policy/clip_fraction_low": (mask & (ratio < 1 - clip_eps) & (advantages < 0)).sum(),
@@ -215,6 +235,8 @@ def accumulate_gradients(policy, batch, rows, divisor, on_policy, args):
             part["completion_mask"],
             args.clip_eps,
             args.max_completion_length,
+            part.get("sampler_logprobs"),
+            args.sampler_weight_cap,
         )
         (loss * (world_size / divisor)).backward()  # times world_size: FSDP averages gradients over ranks
         metrics["policy/entropy"] = entropies.sum().detach()
@@ -233,13 +255,13 @@ def main(args):
     train_prompts, eval_prompts, report = load_prompts(
         args.dataset, tokenizer, args.system_prompt, args.max_prompt_length, args.eval_prompts
     )
-    model, stop_ids = load_model(args.model, tokenizer, device)
+    model, stop_ids = load_model(args.model, tokenizer, args.lora_rank)
     longest = max(len(prompt["prompt_ids"]) for prompt in train_prompts + eval_prompts)
     check_model(model, train_prompts[0]["prompt_ids"], longest + args.max_completion_length)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    sampler = make_sampler(model, device)
-    policy = shard(LogprobModel(model).train(), device)
+    sampler = make_sampler(model, device, args.precision)
+    policy = shard(LogprobModel(model).train(), device, args.precision)
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     last_step, progress = open_run(args, policy, optimizer, tokenizer, report)
     stop_signals = catch_signals()
@@ -273,7 +295,6 @@ def main(args):
             for update, rows in enumerate(minibatches):
                 divisors.append(args.minibatch_size)  # a mean over completions
                 rows = rows[live[rows]]
-                optimizer.zero_grad()
                 add_metrics(totals, accumulate_gradients(policy, batch, rows, divisors[-1], update == 0, args))
                 optimizer_step = (step - 1) * len(minibatches) + update + 1
                 learning_rate = args.learning_rate * min(1.0, optimizer_step / max(1, args.warmup_steps))
@@ -306,6 +327,8 @@ def main(args):
 HERE = Path(__file__).resolve().parent
 MODEL, DATASET = str(HERE / "models" / "tiny"), str(HERE / "data" / "addition")
 DEFAULTS = {field.name: tuple(field.metadata.values()) for field in fields(Args) if field.metadata}
+ADAPTERS = ("lora_a", "lora_b", "score.weight")  # what --lora-rank trains
+LORA_ALPHA = 32  # adapters count alpha / rank times, so that a rank needs no learning rate of its own
 EVAL_SAMPLES = 4  # completions per held-out prompt, for pass@1, pass@2 and pass@4
 
 
@@ -422,7 +445,7 @@ def check_args(args, world_size):
         kinds = getattr(Args.__dataclass_fields__[name].type, "__args__", (Args.__dataclass_fields__[name].type,))
         if {int, float} & {*kinds} and (type(value) not in (int, *kinds) or (value is None and name in DEFAULTS)):
             raise SystemExit(f"{flag}: must be a number of type {kinds[0].__name__}")
-        if (name in ("temperature", "max_grad_norm") or name.endswith("learning_rate")) and not 0 < value < math.inf:
+        if name.endswith(("temperature", "max_grad_norm", "weight_cap", "learning_rate")) and not 0 < value < math.inf:
             raise SystemExit(f"{flag}: must be positive")
         if type(value) is float and not math.isfinite(value):
             raise SystemExit(f"{flag}: must be a finite number")
@@ -430,6 +453,8 @@ def check_args(args, world_size):
             raise SystemExit(f"{flag}: must be at least {int(name in at_least_1)}")
         if name in ("prompts_per_step", "minibatch_size") and value % world_size:
             raise SystemExit(f"{flag} does not divide over {world_size} ranks")
+    if args.precision not in ("bfloat16", "float32"):
+        raise SystemExit(f"--precision {args.precision}: must be bfloat16 or float32")
     sizes = {name: getattr(args, name) for name in ("prompts_per_step", "group_size") if hasattr(args, name)}
     if sizes and math.prod(sizes.values()) % getattr(args, "minibatch_size", 1):
         product = " times ".join(f"--{name.replace('_', '-')} {size}" for name, size in sizes.items())
@@ -698,7 +723,7 @@ def render_chat(tokenizer, messages, add_generation_prompt):
         return render_chat(tokenizer, [{"role": "user", "content": both}, *messages[2:]], add_generation_prompt)
 
 
-def load_model(name, tokenizer, device):
+def load_model(name, tokenizer, lora_rank=0):
     """Load a causal language model; return it and its stop tokens, which its checkpoints will name, too."""
     model, _ = load_pretrained(AutoModelForCausalLM, name)
     with one_line(f"--model {name}: eos_token_id in generation_config.json or config.json is wrong"):
@@ -706,7 +731,7 @@ def load_model(name, tokenizer, device):
     model.generation_config.eos_token_id = stop_ids
     # save_pretrained refuses what does nothing, such as a temperature without do_sample, unless it came that way.
     model.generation_config._original_object_hash = hash(model.generation_config)
-    return model.to(device), stop_ids
+    return add_adapters(model, lora_rank), stop_ids
 
 
 def load_pretrained(auto_class, name, flag="--model", **settings):
@@ -743,6 +768,45 @@ def find_stop_ids(model, tokenizer):
     return sorted(stop_ids)
 
 
+def add_adapters(model, rank):
+    """Freeze the model and give every linear layer of its blocks adapters (Hu et al. 2021, arXiv 2106.09685).
+
+    At first they change nothing. A scalar head is trained as it is; rank 0 leaves the model as it is.
+    """
+    layers = [layer for block in find_blocks(model) for layer in block.modules() if type(layer) is nn.Linear]
+    covered = sum(layer.weight.numel() for layer in layers)
+    if rank and 2 * covered <= sum(weight.numel() for block in find_blocks(model) for weight in block.parameters()):
+        raise SystemExit(f"--lora-rank {rank}: most weights of {type(model).__name__} are not in linear layers: use 0")
+    generator = torch.Generator().manual_seed(0)  # the same on every rank
+    for layer in layers if rank else ():
+        thin = (torch.rand(rank, layer.in_features, generator=generator) * 2 - 1) / layer.in_features**0.5
+        layer.__class__, layer.lora_a = LoRALinear, nn.Parameter(thin)
+        layer.lora_b = nn.Parameter(torch.zeros(layer.out_features, rank))
+    for name, weight in model.named_parameters() if rank else ():
+        weight.requires_grad_(name.endswith(ADAPTERS))
+    return model
+
+
+def find_blocks(model):
+    """The transformer blocks of a model; none once they are sharded, because FSDP gives their class another name."""
+    found = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
+    inner = {module for block in found for module in [*block.modules()][1:]}  # Mamba names its mixers, too
+    return [block for block in found if block not in inner]
+
+
+class LoRALinear(nn.Linear):
+    """A frozen linear layer, to which a trained product of two thin matrices is added."""
+
+    enabled = True  # while False, all of them are what they were before training
+
+    def forward(self, x):
+        output = super().forward(x)
+        if LoRALinear.enabled:
+            thin = nn.functional.linear(x, self.lora_a.to(x.dtype))
+            output = output + nn.functional.linear(thin, self.lora_b.to(x.dtype)) * (LORA_ALPHA / len(self.lora_a))
+        return output
+
+
 @torch.no_grad()
 def check_model(model, prompt_ids, max_length, generates=True):
     """Exit where log-probabilities would not be the model's own, or a cache could not do what generate asks of it."""
@@ -761,14 +825,17 @@ def check_model(model, prompt_ids, max_length, generates=True):
     if not torch.allclose(first, second, atol=1e-4):
         raise SystemExit("this model is random in training: two passes give different log-probabilities")
     if not torch.allclose(first, plain[half - 1 : -1].gather(1, ids[0, half:, None]).squeeze(1), atol=1e-2):
-        raise SystemExit("this model scales or caps the output of its LM head, which these scripts do not reproduce")
+        raise SystemExit("this model changes the output of its LM head in a way these scripts do not reproduce")
     if generates:
-        with one_line("the key-value cache of this model cannot drop finished rows, which generate() needs"):
-            cache = model(ids[:, :half].repeat(2, 1), use_cache=True).past_key_values
-            cache.batch_select_indices(torch.tensor([1], device=ids.device))
-            cached = model(ids[:, half : half + 1], past_key_values=cache, use_cache=True).logits[0, -1].log_softmax(-1)
-            if not torch.allclose(cached, plain[half], atol=1e-2):
-                raise ValueError("it goes on with another text")
+        with one_line("the key-value cache of this model cannot skip padding or drop rows, which generate() needs"):
+            both, mask = pad_left([[0, *ids[0].tolist()], ids[0, :half].tolist()], 0, ids.device)
+            _, cache = next_logits(model, both, mask, {})
+            select_rows(cache, torch.tensor([1], device=ids.device))
+            for end in range(half + 1, 2 * half + 1):  # the padded one is alone now, and goes on
+                mask = nn.functional.pad(mask[-1:], (0, 1), value=1)
+                logits, cache = next_logits(model, nn.functional.pad(ids[:, :end], (half + 1, 0)), mask, cache)
+                if not torch.allclose(logits[0].log_softmax(-1), plain[end - 1], atol=1e-2):
+                    raise ValueError("it goes on with another text")
 
 
 def token_logprobs(model, prompt_ids, prompt_mask, completion_ids, completion_mask, temperature):
@@ -797,42 +864,170 @@ def head_logprobs(model, hidden, targets, temperature):
     """
 
     def chunk_logprobs(hidden, targets):
-        logits = model.get_output_embeddings()(hidden)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature  # (n, V)
-        logprobs = logits.log_softmax(-1)
+        logprobs = (head_logits(model, hidden) / temperature).log_softmax(-1)  # (n, V)
         entropies = -(logprobs.exp() * logprobs).sum(-1)
         return logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), entropies
 
+    weights = [weight for weight in model.get_output_embeddings().parameters() if weight.requires_grad]
     size = max(1, 2 ** (26 if hidden.is_cuda else 24) // model.get_output_embeddings().weight.shape[0])
-    chunks = zip(hidden.split(size), targets.split(size))
-    if torch.is_grad_enabled():
-        results = [checkpoint(chunk_logprobs, *chunk, use_reentrant=False) for chunk in chunks]
-    else:
-        results = [chunk_logprobs(*chunk) for chunk in chunks]
-    logprobs, entropies = zip(*results)
-    return torch.cat(logprobs), torch.cat(entropies)
+    return Recomputed.apply(chunk_logprobs, size, hidden, targets, *weights)
 
 
-def make_sampler(model, device):
-    """Return the model that samples: a copy, bfloat16 on CUDA; on one CPU process the trained model itself."""
-    if not dist.is_initialized() and device.type != "cuda":
+def head_logits(model, hidden):
+    """Logits (n, V) of hidden states (n, D), at least float32, the LM head's, scaled and capped as by the model."""
+    logits = model.get_output_embeddings()(hidden)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    given = vars(model.config.get_text_config()).get
+    scale = given("logit_scale") or given("lm_head_multiplier") or 1 / (given("logits_scaling") or 1)
+    cap = given("final_logit_softcapping") or given("logits_soft_cap") or given("output_logit_soft_cap")
+    logits = logits if scale == 1 else logits * scale
+    return (logits / cap).tanh() * cap if cap else logits
+
+
+class Recomputed(torch.autograd.Function):
+    """compute(hidden, targets) in chunks, of which nothing is kept for the backward pass, where they are made anew.
+
+    torch.utils.checkpoint would keep what it recomputes for an output that gets no gradient, as entropies mostly do,
+    and autograd a gradient of the weights for every chunk.
+    """
+
+    @staticmethod
+    def forward(ctx, compute, size, hidden, targets, *weights):
+        ctx.compute, ctx.size = compute, size
+        ctx.save_for_backward(hidden, targets, *weights)
+        ctx.set_materialize_grads(False)
+        chunks = zip(hidden.split(size), targets.split(size))
+        return tuple(torch.cat(parts) for parts in zip(*(compute(*chunk) for chunk in chunks)))
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        hidden, targets, *weights = ctx.saved_tensors
+        hidden_gradients, sums = [], [torch.zeros_like(weight) for weight in weights]
+        used = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        chunks = (hidden, targets, *(gradients[i] for i in used))
+        for part, part_targets, *part_gradients in zip(*(tensor.split(ctx.size) for tensor in chunks)):
+            with torch.enable_grad():
+                part = part.detach().requires_grad_()
+                outputs = ctx.compute(part, part_targets)
+            found = torch.autograd.grad([outputs[i] for i in used], (part, *weights), part_gradients)
+            hidden_gradients.append(found[0])
+            for total, gradient in zip(sums, found[1:]):
+                total += gradient
+        return None, None, torch.cat(hidden_gradients), None, *sums
+
+
+def pad_left(rows, pad_id, device):
+    """Return ids and mask (B, P) of lists of token ids, padded on the left."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[pad_id] * (width - len(row)) + row for row in rows], device=device)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
+    return ids, mask
+
+
+def next_logits(model, ids, mask, cache):
+    """Logits (B, V) of what follows ids (B, L), padded on the left, and the cache that holds these.
+
+    Given the cache of all before the last, only that one is read. Where a model's cache cannot be told which rows to
+    keep it is left empty, and all are read again for every token.
+    """
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    if cache:
+        ids, positions = ids[:, -1:], positions[:, -1:]
+        mask = mask[:, -1:] if "cache_params" in cache else mask  # no attention, no mask of what was before
+    output = model(
+        input_ids=ids, attention_mask=mask, position_ids=positions, **cache, use_cache=True, logits_to_keep=1
+    )
+    names = ("past_key_values", "cache_params")
+    cache = {name: output[name] for name in names if hasattr(output.get(name), "reorder_cache")}
+    if cache:
+        return output.logits[:, -1], cache
+    order = (1 - mask).argsort(dim=1, stable=True)  # padding goes to the right, as in token_logprobs
+    hidden = model.base_model(input_ids=ids.gather(1, order), use_cache=False).last_hidden_state  # (B, L, D)
+    return head_logits(model, hidden[torch.arange(len(ids), device=ids.device), mask.sum(1) - 1]), cache
+
+
+def select_rows(cache, rows):
+    """Keep these rows of a cache, whether its layers hold keys and values or states."""
+    for layers in cache.values():
+        if hasattr(layers, "linear_cache"):  # MiniMax's, which would reorder only its keys and values
+            layers.batch_select_indices(rows)
+        else:
+            layers.reorder_cache(rows)
+
+
+def make_sampler(model, device, precision="float32"):
+    """Return the model that samples: a copy that computes as the sharded one does, or the trained model itself."""
+    if not needs_shards(model, device, precision):
         return model
-    sampler = copy.deepcopy(model)
-    if device.type == "cuda":
-        for parameter in sampler.parameters():  # .to() would round buffers, too, such as the frequencies of positions
-            parameter.data = parameter.data.to(torch.bfloat16)
+    inside, copies = {weight for block in find_blocks(model) for weight in block.parameters()}, {}
+    for weight in model.parameters():  # rounded one by one: no second float32 model, and buffers stay float32
+        dtype = torch.bfloat16 if precision == "bfloat16" and weight in inside else weight.dtype
+        copies[id(weight)] = nn.Parameter(weight.detach().to(device, dtype, copy=True), requires_grad=False)
+    sampler = copy.deepcopy(model, copies).to(device)
+    if precision == "bfloat16":
+        cast_blocks(sampler)
     return sampler
 
 
-def shard(policy, device):
-    """Shard parameters, gradients and optimizer state over the ranks (FSDP2), block by block."""
-    if dist.is_initialized():
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        for module in list(policy.modules()):
-            if type(module).__name__ in (policy.model._no_split_modules or ()):
-                fully_shard(module, mesh=mesh)
-        fully_shard(policy, mesh=mesh)
-    return policy
+def needs_shards(model, device, precision):
+    """Is this model sharded? On one process only if FSDP casts its weights: frozen ones are cast once and for all."""
+    return dist.is_initialized() or (is_trained(model) and (device.type == "cuda" or precision == "bfloat16"))
+
+
+def is_trained(model):
+    """Is more of this model trained than adapters? Some models have a weight or two that never are."""
+    return any(weight.requires_grad and not name.endswith(ADAPTERS) for name, weight in model.named_parameters())
+
+
+def cast_blocks(model):
+    """Let the blocks compute in bfloat16: round their frozen weights, cast what goes in and what comes out."""
+
+    def cast(value, dtype):
+        if isinstance(value, dict):  # float32's lowest number, of which masks are made, would become -inf
+            return {key: item if key == "attention_mask" else cast(item, dtype) for key, item in value.items()}
+        if isinstance(value, tuple):
+            return tuple(cast(item, dtype) for item in value)
+        return value.to(dtype) if torch.is_tensor(value) and value.is_floating_point() else value
+
+    for block in find_blocks(model):
+        for weight in block.parameters():  # block.to() would round buffers, too, such as the frequencies of positions
+            weight.data = weight.data if weight.requires_grad else weight.data.to(torch.bfloat16)
+        block.register_forward_pre_hook(lambda _, *inputs: cast(inputs, torch.bfloat16), with_kwargs=True)
+        block.register_forward_hook(lambda _, args, output: cast(output, torch.float32))  # noqa: ARG005
+
+
+def shard(policy, device, precision="float32"):
+    """Move to the device; shard parameters, gradients and optimizer state over the ranks (FSDP2), block by block.
+
+    In bfloat16 the blocks compute in it, from float32 parameters where they are trained and with float32 gradients;
+    what is outside them, the LM head above all, computes in float32.
+    """
+    for model in policy.children():
+        mesh = shard_blocks(model, device, precision)
+    if needs_shards(policy, device, precision):
+        fully_shard(policy, mesh=mesh, reshard_after_forward=True)  # else a frozen one would stay gathered
+    return policy.to(device)
+
+
+def shard_blocks(model, device, precision):
+    """Do for the blocks of one model what shard does for the whole; return the mesh of ranks, if there is one."""
+    if device.type == "cuda" and precision == "bfloat16":
+        torch.set_float32_matmul_precision("high")  # TF32, for the LM head
+    if precision == "bfloat16" and not is_trained(model):
+        cast_blocks(model)
+    if not needs_shards(model, device, precision):
+        return None
+    if not dist.is_initialized():  # FSDP wants a group, be it of one
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    bfloat16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
+    weights = [weight for block in find_blocks(model) for weight in block.parameters()]
+    if len({*weights}) < len(weights):
+        raise SystemExit(f"{type(model).__name__} shares weights between blocks: it needs --lora-rank and one process")
+    for block in find_blocks(model):
+        fully_shard(block, mesh=mesh, mp_policy=bfloat16 if precision == "bfloat16" else MixedPrecisionPolicy())
+    return mesh
 
 
 class LogprobModel(nn.Module):
@@ -843,9 +1038,22 @@ class LogprobModel(nn.Module):
         self.model = model
 
     def forward(self, *args):
-        # float32 parameters, bfloat16 compute
-        with torch.autocast("cuda", torch.bfloat16, enabled=torch.cuda.is_available()):
-            return token_logprobs(self.model, *args)
+        return token_logprobs(self.model, *args)
+
+
+def load_initial(policy, tokenizer, device, args):
+    """Return what gives the log-probabilities that policy had before training: a second model, or no adapters."""
+
+    def without_adapters(*inputs):
+        LoRALinear.enabled = False
+        logprobs, entropies, *_ = policy(*inputs)
+        LoRALinear.enabled = True
+        return logprobs, entropies
+
+    if args.lora_rank:
+        return without_adapters
+    model, _ = load_model(args.model, tokenizer)
+    return shard(LogprobModel(model.requires_grad_(False)), device, args.precision)
 
 
 def open_run(args, policy, optimizer, tokenizer, report):
@@ -871,9 +1079,11 @@ def open_run(args, policy, optimizer, tokenizer, report):
         )
         wandb.define_metric("*", step_metric="step")  # by its own count wandb would drop what is logged again
     if is_rank_0():
-        millions = sum(parameter.numel() for parameter in policy.parameters()) / 1e6
-        num_ranks = dist.get_world_size() if dist.is_initialized() else 1
-        print(f"{report}\n{run_dir}: {millions:.1f} M parameters on {num_ranks} x {policy.model.device.type}")
+        millions = sum(weight.numel() for weight in policy.parameters()) / 1e6
+        trained = sum(weight.numel() for weight in policy.parameters() if weight.requires_grad) / 1e6
+        part = f", of which {trained:.2f} M are trained," if trained < millions else ""
+        where = f"{dist.get_world_size() if dist.is_initialized() else 1} x {policy.model.device.type}"
+        print(f"{report}\n{run_dir}: {millions:.1f} M parameters{part} on {where} in {args.precision}")
     hidden = None if is_rank_0() else True  # None: where the output is no terminal
     bar = tqdm(total=args.num_steps, initial=max(0, last_step), desc=Path(__file__).stem, unit="step", disable=hidden)
     return last_step, bar
@@ -969,7 +1179,11 @@ def save_checkpoint(run_dir, policy, tokenizer):
     options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = dcp_state.get_model_state_dict(policy, options=options)
     checkpoint, unfinished = Path(run_dir) / "checkpoint", Path(run_dir) / "checkpoint.unfinished"
-    own = {key.removeprefix("model."): value for key, value in state.items() if key.startswith("model.")}
+    own = {key.removeprefix("model."): value.float() for key, value in state.items() if key.startswith("model.")}
+    for key in [key for key in own if key.endswith(".lora_a")]:
+        a, b = own.pop(key), own.pop(key[:-1] + "b")
+        weight = key.removesuffix("lora_a") + "weight"
+        own[weight] = own[weight] + b @ a * (LORA_ALPHA / len(a))
     for key in policy.model.all_tied_weights_keys:  # of one storage here, of two where they were gathered from ranks
         own.pop(key, None)
 
@@ -990,7 +1204,7 @@ def catch_signals():
     def request_stop(signum, frame):  # noqa: ARG001
         received.append(signum)
         signal.signal(signum, signal.SIG_DFL)
-        more = "; the traceback torchrun prints is its own" if dist.is_initialized() else ""
+        more = "; the traceback torchrun prints is its own" if dist.is_torchelastic_launched() else ""
         os.write(2, f"\nstopping after this step, saving what was trained{more}; once more to stop at once\n".encode())
 
     signal.signal(signal.SIGINT, request_stop)
@@ -1003,7 +1217,8 @@ def sync_sampler(policy, sampler):
     """Copy the trained parameters into the model that samples, which is whole on every rank."""
     if sampler is not policy.model:
         for trained, copied in zip(policy.model.parameters(), sampler.parameters(), strict=True):
-            copied.copy_(trained.full_tensor() if hasattr(trained, "full_tensor") else trained)
+            if trained.requires_grad:
+                copied.copy_(trained.full_tensor() if hasattr(trained, "full_tensor") else trained)
 
 
 def read_clock():
@@ -1047,10 +1262,10 @@ def sample_completions(model, tokenizer, prompts, num_samples, temperature, stop
     prompt_ids, prompt_mask = pad_left([prompt["prompt_ids"] for prompt in prompts], pad_id, model.device)
     size = args.rollout_batch_size or len(prompts)
     parts = [
-        generate(model, ids, mask, args.max_completion_length, temperature, stop_ids, pad_id)
+        generate(model, ids, mask, args.max_completion_length, temperature, stop_ids, pad_id, with_logprobs=True)
         for ids, mask in zip(prompt_ids.split(size), prompt_mask.split(size))
     ]
-    completion_ids, completion_mask = (torch.cat(part) for part in zip(*parts))
+    completion_ids, completion_mask, sampler_logprobs = (torch.cat(part) for part in zip(*parts))
     lengths = completion_mask.sum(1)  # (B,)
     completions = [ids[:length] for ids, length in zip(completion_ids.tolist(), lengths.tolist())]
     texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in completions]
@@ -1059,72 +1274,65 @@ def sample_completions(model, tokenizer, prompts, num_samples, temperature, stop
         "prompt_mask": prompt_mask,
         "completion_ids": completion_ids,
         "completion_mask": completion_mask,
+        "sampler_logprobs": sampler_logprobs,
         "lengths": prompt_mask.sum(1) + lengths,
         "truncated": torch.tensor([ids[-1] not in stop_ids for ids in completions], device=model.device),
     }
     return batch, texts
 
 
-def pad_left(rows, pad_id, device):
-    """Return ids and mask (B, P) of lists of token ids, padded on the left."""
-    width = max(map(len, rows))
-    ids = torch.tensor([[pad_id] * (width - len(row)) + row for row in rows], device=device)
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
-    return ids, mask
-
-
 @torch.no_grad()
-def generate(model, prompt_ids, prompt_mask, max_completion_length, temperature, stop_ids, pad_id):
+def generate(model, prompt_ids, prompt_mask, max_completion_length, temperature, stop_ids, pad_id, with_logprobs=False):
     """Sample a completion of each prompt, up to and including the first stop id.
 
-    prompts (B, P) left-padded -> completion_ids, completion_mask (B, max_completion_length) right-padded.
+    prompts (B, P) left-padded -> completion_ids, completion_mask (B, max_completion_length) right-padded; and, if
+    asked for, the log-probabilities this model sampled the tokens with, 0 where masked and at temperature 0.
     """
     was_training = model.training
     model.eval()  # gradient checkpointing would turn the cache off
     stop_ids = torch.tensor(stop_ids, device=prompt_ids.device, dtype=torch.long)
     completion_ids = prompt_ids.new_full((len(prompt_ids), max_completion_length), pad_id)
-    completion_mask = torch.zeros_like(completion_ids)
+    completion_mask, sampler_logprobs = torch.zeros_like(completion_ids), torch.zeros_like(completion_ids).float()
     # Completions of one prompt are adjacent: each prompt is read once.
     both = torch.cat([prompt_ids, prompt_mask.long()], 1)  # (B, 2 P)
     unique, row_of = torch.unique_consecutive(both, dim=0, return_inverse=True)
     ids, mask = unique.chunk(2, 1)
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    output = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1)
-    cache, logits = output.past_key_values, output.logits[row_of, -1]  # (B, V)
-    cache.batch_select_indices(row_of)
-    mask, positions = mask[row_of], positions[row_of, -1:]
+    logits, cache = next_logits(model, ids, mask, {})
+    ids, mask, logits = ids[row_of], mask[row_of], logits[row_of]  # (B, P), (B, P), (B, V)
+    select_rows(cache, row_of)
     rows = torch.arange(len(prompt_ids), device=prompt_ids.device)  # those still being written
     for t in range(max_completion_length):
-        tokens = sample_tokens(logits, temperature)
-        completion_ids[rows, t] = tokens
+        tokens, logprobs = sample_tokens(logits, temperature)
+        completion_ids[rows, t], sampler_logprobs[rows, t] = tokens, logprobs
         completion_mask[rows, t] = 1
         running = torch.isin(tokens, stop_ids, invert=True).nonzero().squeeze(1)
         if t + 1 == max_completion_length or len(running) == 0:
             break
         if len(running) < len(rows):  # finished rows leave the batch
-            rows, tokens, mask, positions = rows[running], tokens[running], mask[running], positions[running]
-            cache.batch_select_indices(running)
+            rows, tokens, ids, mask = rows[running], tokens[running], ids[running], mask[running]
+            select_rows(cache, running)
+        ids = torch.cat([ids, tokens.unsqueeze(1)], 1)  # (B, P + t + 1)
         mask = torch.cat([mask, mask.new_ones(len(rows), 1)], 1)
-        positions = positions + 1
-        ids = tokens.unsqueeze(1)
-        output = model(
-            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
-        )
-        logits = output.logits[:, -1]
+        logits, cache = next_logits(model, ids, mask, cache)
     model.train(was_training)
-    return completion_ids, completion_mask
+    return (completion_ids, completion_mask, sampler_logprobs)[: 3 if with_logprobs else 2]
 
 
 def sample_tokens(logits, temperature):
-    """Draw ids from exactly softmax(logits / temperature), by inverse CDF; temperature 0 is greedy. (B, V) -> (B,)"""
+    """Draw ids from exactly softmax(logits / temperature), by inverse CDF; temperature 0 is greedy.
+
+    (B, V) -> ids and their log-probabilities (B,), which are 0 at temperature 0.
+    """
     if temperature == 0:
-        return logits.argmax(-1)
-    cdf = (logits.float() / temperature).softmax(-1).cumsum(-1)  # (B, V)
+        return logits.argmax(-1), torch.zeros(len(logits), device=logits.device)
+    probabilities = (logits.float() / temperature).softmax(-1)  # (B, V)
+    cdf = probabilities.cumsum(-1)
     # torch.rand does return 0, and a search from the left would then pick id 0 even at probability 0.
     draw = torch.rand(len(cdf), 1, device=cdf.device) * cdf[:, -1:]
     tokens = torch.searchsorted(cdf, draw, right=True).squeeze(1)
     last = torch.searchsorted(cdf, cdf[:, -1:].contiguous()).squeeze(1)  # the last id of non-zero probability
-    return torch.minimum(tokens, last)
+    tokens = torch.minimum(tokens, last)
+    return tokens, probabilities.gather(1, tokens.unsqueeze(1)).squeeze(1).log()
 
 
 @torch.no_grad()
@@ -1177,13 +1385,14 @@ def add_metrics(totals, metrics):
 
 
 def step_optimizer(policy, optimizer, learning_rate, max_grad_norm):
-    """Clip the gradients and make a step, or none if they are not finite; return their norm before clipping."""
+    """Clip the gradients, make a step, or none if they are not finite, and free them; return the norm before."""
     grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), max_grad_norm)
     grad_norm = float(grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     if math.isfinite(grad_norm):
         optimizer.step()
+    optimizer.zero_grad()
     return grad_norm
 
 
@@ -1385,6 +1594,8 @@ def end_run(args, progress, stop_signals):
     metrics = Path(args.run_dir, "metrics.jsonl")
     if is_rank_0() and metrics.exists() and metrics.stat().st_size:
         print_summary(args)
+    if dist.is_initialized() and not dist.is_torchelastic_launched():
+        dist.destroy_process_group()  # that of one
     if stop_signals:
         raise SystemExit(128 + stop_signals[0])
 

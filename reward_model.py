@@ -54,7 +54,7 @@ from jinja2 import TemplateError
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -95,6 +95,10 @@ class Args:
     """gradients are scaled down to at most this norm"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, about a third more time"""
+    precision: str = "bfloat16" if torch.cuda.is_available() else "float32"
+    """bfloat16 or float32, of the transformer blocks; all else is float32 (on CUDA bfloat16 unless it is given)"""
+    lora_rank: int = 0
+    """train adapters of this rank, at 3 to 10 times the learning rate, and freeze the model (0: train all of it)"""
 
     # evaluation, saving, logging
     eval_every: int | None = by_model(64, 100)
@@ -167,13 +171,13 @@ def main(args):
         stop_id,
     )
     torch.manual_seed(args.seed % 2**63)  # of the new scalar head
-    model = load_reward_model(args.model, tokenizer, device)
+    model = load_reward_model(args.model, tokenizer, args.lora_rank)
     pad_id = tokenizer.pad_token_id
     longest = max(len(pair["prompt_ids"]) for pair in train_pairs + eval_pairs)
     check_model(model, train_pairs[0]["prompt_ids"], longest + args.max_completion_length, stop_id)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    policy = shard(ScoreModel(model).train(), device)
+    policy = shard(ScoreModel(model).train(), device, args.precision)
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     last_step, progress = open_run(args, policy, optimizer, tokenizer, report)
     stop_signals = catch_signals()
@@ -189,7 +193,6 @@ def main(args):
 
             # update: one optimizer step; the learning rate rises, then falls to 0 on a cosine
             divisor = args.minibatch_size  # a mean over pairs
-            optimizer.zero_grad()
             totals = accumulate_gradients(policy, batch, rows, divisor, args)
             decay = (step - args.warmup_steps) / max(1, args.num_steps - args.warmup_steps)
             factor = 0.5 * (1 + math.cos(math.pi * max(0.0, decay)))
@@ -220,6 +223,8 @@ def main(args):
 HERE = Path(__file__).resolve().parent
 MODEL, DATASET = str(HERE / "models" / "tiny"), str(HERE / "data" / "preferences")
 DEFAULTS = {field.name: tuple(field.metadata.values()) for field in fields(Args) if field.metadata}
+ADAPTERS = ("lora_a", "lora_b", "score.weight")  # what --lora-rank trains
+LORA_ALPHA = 32  # adapters count alpha / rank times, so that a rank needs no learning rate of its own
 
 
 def parse_args():
@@ -335,7 +340,7 @@ def check_args(args, world_size):
         kinds = getattr(Args.__dataclass_fields__[name].type, "__args__", (Args.__dataclass_fields__[name].type,))
         if {int, float} & {*kinds} and (type(value) not in (int, *kinds) or (value is None and name in DEFAULTS)):
             raise SystemExit(f"{flag}: must be a number of type {kinds[0].__name__}")
-        if (name in ("temperature", "max_grad_norm") or name.endswith("learning_rate")) and not 0 < value < math.inf:
+        if name.endswith(("temperature", "max_grad_norm", "weight_cap", "learning_rate")) and not 0 < value < math.inf:
             raise SystemExit(f"{flag}: must be positive")
         if type(value) is float and not math.isfinite(value):
             raise SystemExit(f"{flag}: must be a finite number")
@@ -343,6 +348,8 @@ def check_args(args, world_size):
             raise SystemExit(f"{flag}: must be at least {int(name in at_least_1)}")
         if name in ("prompts_per_step", "minibatch_size") and value % world_size:
             raise SystemExit(f"{flag} does not divide over {world_size} ranks")
+    if args.precision not in ("bfloat16", "float32"):
+        raise SystemExit(f"--precision {args.precision}: must be bfloat16 or float32")
     sizes = {name: getattr(args, name) for name in ("prompts_per_step", "group_size") if hasattr(args, name)}
     if sizes and math.prod(sizes.values()) % getattr(args, "minibatch_size", 1):
         product = " times ".join(f"--{name.replace('_', '-')} {size}" for name, size in sizes.items())
@@ -581,7 +588,7 @@ def fingerprint(thing):
     return hashlib.sha256((thing if isinstance(thing, str) else type(thing).__name__).encode()).hexdigest()[:12]
 
 
-def load_reward_model(name, tokenizer, device, new_head=True):
+def load_reward_model(name, tokenizer, lora_rank=0, new_head=True):
     """Load a reward model or, where a new scalar head will do, a causal language model, in float32 and without dropout.
 
     The tokenizer gets a padding id that is no stop token: Hugging Face looks for the last id that is not padding.
@@ -606,7 +613,7 @@ def load_reward_model(name, tokenizer, device, new_head=True):
         if len(tokenizer) > model.get_input_embeddings().num_embeddings:
             model.resize_token_embeddings(len(tokenizer))
     model.config.get_text_config().pad_token_id = model.config.pad_token_id = tokenizer.pad_token_id
-    return model.to(device)
+    return add_adapters(model, lora_rank)
 
 
 def load_pretrained(auto_class, name, flag="--model", **settings):
@@ -643,6 +650,45 @@ def find_stop_ids(model, tokenizer):
     return sorted(stop_ids)
 
 
+def add_adapters(model, rank):
+    """Freeze the model and give every linear layer of its blocks adapters (Hu et al. 2021, arXiv 2106.09685).
+
+    At first they change nothing. A scalar head is trained as it is; rank 0 leaves the model as it is.
+    """
+    layers = [layer for block in find_blocks(model) for layer in block.modules() if type(layer) is nn.Linear]
+    covered = sum(layer.weight.numel() for layer in layers)
+    if rank and 2 * covered <= sum(weight.numel() for block in find_blocks(model) for weight in block.parameters()):
+        raise SystemExit(f"--lora-rank {rank}: most weights of {type(model).__name__} are not in linear layers: use 0")
+    generator = torch.Generator().manual_seed(0)  # the same on every rank
+    for layer in layers if rank else ():
+        thin = (torch.rand(rank, layer.in_features, generator=generator) * 2 - 1) / layer.in_features**0.5
+        layer.__class__, layer.lora_a = LoRALinear, nn.Parameter(thin)
+        layer.lora_b = nn.Parameter(torch.zeros(layer.out_features, rank))
+    for name, weight in model.named_parameters() if rank else ():
+        weight.requires_grad_(name.endswith(ADAPTERS))
+    return model
+
+
+def find_blocks(model):
+    """The transformer blocks of a model; none once they are sharded, because FSDP gives their class another name."""
+    found = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
+    inner = {module for block in found for module in [*block.modules()][1:]}  # Mamba names its mixers, too
+    return [block for block in found if block not in inner]
+
+
+class LoRALinear(nn.Linear):
+    """A frozen linear layer, to which a trained product of two thin matrices is added."""
+
+    enabled = True  # while False, all of them are what they were before training
+
+    def forward(self, x):
+        output = super().forward(x)
+        if LoRALinear.enabled:
+            thin = nn.functional.linear(x, self.lora_a.to(x.dtype))
+            output = output + nn.functional.linear(thin, self.lora_b.to(x.dtype)) * (LORA_ALPHA / len(self.lora_a))
+        return output
+
+
 @torch.no_grad()
 def check_model(model, prompt_ids, max_length, stop_id):
     """Exit if the context is too short, or if Hugging Face reads another score from a padded row than we do."""
@@ -674,20 +720,68 @@ def hidden_states(model, prompt_ids, prompt_mask, completion_ids, completion_mas
     lengths = mask.sum(1)
     # A causal model then needs neither attention mask nor position ids.
     order = (~mask).long().argsort(dim=1, stable=True)[:, : lengths.max()]
-    with torch.autocast("cuda", torch.bfloat16, enabled=torch.cuda.is_available()):
-        hidden = model.base_model(input_ids=ids.gather(1, order), use_cache=False).last_hidden_state
-    return hidden, lengths
+    return model.base_model(input_ids=ids.gather(1, order), use_cache=False).last_hidden_state, lengths
 
 
-def shard(policy, device):
-    """Shard parameters, gradients and optimizer state over the ranks (FSDP2), block by block."""
-    if dist.is_initialized():
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        for module in list(policy.modules()):
-            if type(module).__name__ in (policy.model._no_split_modules or ()):
-                fully_shard(module, mesh=mesh)
-        fully_shard(policy, mesh=mesh)
-    return policy
+def shard(policy, device, precision="float32"):
+    """Move to the device; shard parameters, gradients and optimizer state over the ranks (FSDP2), block by block.
+
+    In bfloat16 the blocks compute in it, from float32 parameters where they are trained and with float32 gradients;
+    what is outside them, the LM head above all, computes in float32.
+    """
+    for model in policy.children():
+        mesh = shard_blocks(model, device, precision)
+    if needs_shards(policy, device, precision):
+        fully_shard(policy, mesh=mesh, reshard_after_forward=True)  # else a frozen one would stay gathered
+    return policy.to(device)
+
+
+def shard_blocks(model, device, precision):
+    """Do for the blocks of one model what shard does for the whole; return the mesh of ranks, if there is one."""
+    if device.type == "cuda" and precision == "bfloat16":
+        torch.set_float32_matmul_precision("high")  # TF32, for the LM head
+    if precision == "bfloat16" and not is_trained(model):
+        cast_blocks(model)
+    if not needs_shards(model, device, precision):
+        return None
+    if not dist.is_initialized():  # FSDP wants a group, be it of one
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    bfloat16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
+    weights = [weight for block in find_blocks(model) for weight in block.parameters()]
+    if len({*weights}) < len(weights):
+        raise SystemExit(f"{type(model).__name__} shares weights between blocks: it needs --lora-rank and one process")
+    for block in find_blocks(model):
+        fully_shard(block, mesh=mesh, mp_policy=bfloat16 if precision == "bfloat16" else MixedPrecisionPolicy())
+    return mesh
+
+
+def is_trained(model):
+    """Is more of this model trained than adapters? Some models have a weight or two that never are."""
+    return any(weight.requires_grad and not name.endswith(ADAPTERS) for name, weight in model.named_parameters())
+
+
+def cast_blocks(model):
+    """Let the blocks compute in bfloat16: round their frozen weights, cast what goes in and what comes out."""
+
+    def cast(value, dtype):
+        if isinstance(value, dict):  # float32's lowest number, of which masks are made, would become -inf
+            return {key: item if key == "attention_mask" else cast(item, dtype) for key, item in value.items()}
+        if isinstance(value, tuple):
+            return tuple(cast(item, dtype) for item in value)
+        return value.to(dtype) if torch.is_tensor(value) and value.is_floating_point() else value
+
+    for block in find_blocks(model):
+        for weight in block.parameters():  # block.to() would round buffers, too, such as the frequencies of positions
+            weight.data = weight.data if weight.requires_grad else weight.data.to(torch.bfloat16)
+        block.register_forward_pre_hook(lambda _, *inputs: cast(inputs, torch.bfloat16), with_kwargs=True)
+        block.register_forward_hook(lambda _, args, output: cast(output, torch.float32))  # noqa: ARG005
+
+
+def needs_shards(model, device, precision):
+    """Is this model sharded? On one process only if FSDP casts its weights: frozen ones are cast once and for all."""
+    return dist.is_initialized() or (is_trained(model) and (device.type == "cuda" or precision == "bfloat16"))
 
 
 class ScoreModel(nn.Module):
@@ -724,9 +818,11 @@ def open_run(args, policy, optimizer, tokenizer, report):
         )
         wandb.define_metric("*", step_metric="step")  # by its own count wandb would drop what is logged again
     if is_rank_0():
-        millions = sum(parameter.numel() for parameter in policy.parameters()) / 1e6
-        num_ranks = dist.get_world_size() if dist.is_initialized() else 1
-        print(f"{report}\n{run_dir}: {millions:.1f} M parameters on {num_ranks} x {policy.model.device.type}")
+        millions = sum(weight.numel() for weight in policy.parameters()) / 1e6
+        trained = sum(weight.numel() for weight in policy.parameters() if weight.requires_grad) / 1e6
+        part = f", of which {trained:.2f} M are trained," if trained < millions else ""
+        where = f"{dist.get_world_size() if dist.is_initialized() else 1} x {policy.model.device.type}"
+        print(f"{report}\n{run_dir}: {millions:.1f} M parameters{part} on {where} in {args.precision}")
     hidden = None if is_rank_0() else True  # None: where the output is no terminal
     bar = tqdm(total=args.num_steps, initial=max(0, last_step), desc=Path(__file__).stem, unit="step", disable=hidden)
     return last_step, bar
@@ -822,7 +918,11 @@ def save_checkpoint(run_dir, policy, tokenizer):
     options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = dcp_state.get_model_state_dict(policy, options=options)
     checkpoint, unfinished = Path(run_dir) / "checkpoint", Path(run_dir) / "checkpoint.unfinished"
-    own = {key.removeprefix("model."): value for key, value in state.items() if key.startswith("model.")}
+    own = {key.removeprefix("model."): value.float() for key, value in state.items() if key.startswith("model.")}
+    for key in [key for key in own if key.endswith(".lora_a")]:
+        a, b = own.pop(key), own.pop(key[:-1] + "b")
+        weight = key.removesuffix("lora_a") + "weight"
+        own[weight] = own[weight] + b @ a * (LORA_ALPHA / len(a))
     for key in policy.model.all_tied_weights_keys:  # of one storage here, of two where they were gathered from ranks
         own.pop(key, None)
 
@@ -843,7 +943,7 @@ def catch_signals():
     def request_stop(signum, frame):  # noqa: ARG001
         received.append(signum)
         signal.signal(signum, signal.SIG_DFL)
-        more = "; the traceback torchrun prints is its own" if dist.is_initialized() else ""
+        more = "; the traceback torchrun prints is its own" if dist.is_torchelastic_launched() else ""
         os.write(2, f"\nstopping after this step, saving what was trained{more}; once more to stop at once\n".encode())
 
     signal.signal(signal.SIGINT, request_stop)
@@ -936,13 +1036,14 @@ def add_metrics(totals, metrics):
 
 
 def step_optimizer(policy, optimizer, learning_rate, max_grad_norm):
-    """Clip the gradients and make a step, or none if they are not finite; return their norm before clipping."""
+    """Clip the gradients, make a step, or none if they are not finite, and free them; return the norm before."""
     grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), max_grad_norm)
     grad_norm = float(grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     if math.isfinite(grad_norm):
         optimizer.step()
+    optimizer.zero_grad()
     return grad_norm
 
 
@@ -1086,6 +1187,8 @@ def end_run(args, progress, stop_signals):
     metrics = Path(args.run_dir, "metrics.jsonl")
     if is_rank_0() and metrics.exists() and metrics.stat().st_size:
         print_summary(args)
+    if dist.is_initialized() and not dist.is_torchelastic_launched():
+        dist.destroy_process_group()  # that of one
     if stop_signals:
         raise SystemExit(128 + stop_signals[0])
 

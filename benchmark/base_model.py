@@ -19,7 +19,7 @@ import grpo  # noqa: E402
 
 def main(name):
     tokenizer = grpo.load_tokenizer(name)
-    model, stop_ids = grpo.load_model(name, tokenizer, torch.device("cpu"))
+    model, stop_ids = grpo.load_model(name, tokenizer)
     args = grpo.resolve_args(grpo.Args(model=name))
     _, prompts, _ = grpo.load_prompts(args.dataset, tokenizer, "", args.max_prompt_length, args.eval_prompts)
     torch.manual_seed(0)

@@ -141,7 +141,7 @@ def numeric_fields(script, root):
 
 POSITIVE = {"prompts_per_step", "group_size", "max_prompt_length", "max_completion_length", "minibatch_size"}
 POSITIVE |= {"microbatch_tokens", "update_epochs", "max_rounds", "eval_every", "save_every", "temperature", "beta"}
-POSITIVE |= {"learning_rate", "value_learning_rate", "max_grad_norm"}
+POSITIVE |= {"learning_rate", "value_learning_rate", "max_grad_norm", "sampler_weight_cap"}
 
 
 def flag(name):
@@ -184,6 +184,33 @@ def setting_cases(root):
         "grpo", "settings", "--learning-rate 1e30", ("--learning-rate",), {"learning_rate": 1e30, "num_steps": 3}
     )
     yield Case("sft", "settings", "--learning-rate 1e30", ("--learning-rate",), {"learning_rate": 1e30, "num_steps": 3})
+    for number, script in enumerate(ALL):
+        for value in (("float16", ""), (8, "bf16"), ("fp32", "float16"))[number % 3]:
+            words = (f"--precision {value}", "bfloat16 or float32")
+            yield Case(script, "settings", f"--precision {value!r}", words, {"precision": value})
+        value = (-1, 1.5, "abc")[number % 3]
+        words = (f"--lora-rank {value}", "must be")
+        yield Case(script, "settings", f"--lora-rank {value!r}", words, {"lora_rank": value})
+        words = ("--lora-rank 2", "linear layers")
+        yield Case(script, "settings", "--lora-rank of GPT-2", words, {"lora_rank": 2}, model(as_gpt2))
+    for number, script in enumerate(PROMPTED):
+        value = (0, -1, math.inf, "2")[number % 4]
+        words = (f"--sampler-weight-cap {value}", "must be")
+        yield Case(script, "settings", f"--sampler-weight-cap {value!r}", words, {"sampler_weight_cap": value})
+    for script, bad, value in (
+        ("grpo", "--precision", "float16"),
+        ("sft", "--precision", ""),
+        ("dpo", "--precision", "8"),
+        ("reward_model", "--lora-rank", "-1"),
+        ("ppo_rlhf", "--lora-rank", "1.5"),
+        ("gspo", "--lora-rank", "abc"),
+        ("dapo", "--sampler-weight-cap", "0"),
+        ("dr_grpo", "--sampler-weight-cap", "-1"),
+        ("reinforce", "--sampler-weight-cap", "nan"),
+        ("ppo_rlhf", "--sampler-weight-cap", "inf"),
+    ):
+        words = (bad, re.escape(value), "must be|invalid|[Ii]nvalid|expected|not a valid|parsing|unparsable")
+        yield Case(script, "command line", f"{bad} {value or repr(value)}", words, line=[bad, value])
     for script, bad in (("grpo", "--group-sizes"), ("dpo", "--betas"), ("sft", "--epochs"), ("ppo_rlhf", "--kl")):
         yield Case(script, "command line", f"{bad} 4", (bad,), line=[bad, "4"])
     for script, bad in (("dapo", "--num-steps"), ("reward_model", "--seed"), ("gspo", "--clip-eps-low")):
@@ -193,6 +220,15 @@ def setting_cases(root):
     yield Case(
         "reinforce", "command line", "--baseline median", ("--baseline", "median"), line=["--baseline", "median"]
     )
+
+
+def as_gpt2(folder):
+    """Make a model of another family, most of whose weights are in layers of its own, with the folder's tokenizer."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 256}
+    eos = json.loads((folder / "config.json").read_text())["eos_token_id"]
+    GPT2LMHeadModel(GPT2Config(vocab_size=29, **sizes, bos_token_id=None, eos_token_id=eos)).save_pretrained(folder)
 
 
 # ---- data files
@@ -560,6 +596,11 @@ RUNS = {
         lambda f: edit_json(f / "args.json", max_completion_length="many"),
         ("args.json|max.completion.length",),
     ),
+    "args.json of an unknown precision": (
+        lambda f: edit_json(f / "args.json", precision="float16"),
+        ("precision float16",),
+    ),
+    "args.json of another rank of adapters": (lambda f: edit_json(f / "args.json", lora_rank=2), ("state", "lacks")),
     "no state": (lambda f: shutil.rmtree(f / "state"), ("state",)),
     "state empty": (lambda f: (shutil.rmtree(f / "state"), (f / "state").mkdir()), ("state",)),
     "state without .metadata": (in_state(lambda s: (s / ".metadata").unlink()), ("state",)),
@@ -595,6 +636,14 @@ def run_cases():
         else:
             prepare = run_folder(lambda _: None, num_steps=0)
             yield Case(script, "runs", "--num-steps below what is done", ("--num-steps",), prepare=prepare)
+    earlier = dict.fromkeys(("precision", "lora_rank", "sampler_weight_cap"), "DELETE")
+    for number, script in enumerate(ALL):
+        prepare = run_folder(lambda folder: edit_json(folder / "args.json", **earlier))
+        yield Case(script, "runs", "a run of an earlier version", ("args.json", "version"), prepare=prepare)
+        given = ({"lora_rank": 2}, {"precision": "bfloat16"}, {"precision": "float32", "lora_rank": 4})[number % 3]
+        words = ("--resume", *map(flag, given), "only --num-steps")
+        name = f"--resume with {' and '.join(map(flag, given))}"
+        yield Case(script, "runs", name, words, prepare=run_folder(lambda _: None, **given))
     change = lambda folder: edit_json(folder / "args.json", baseline="none")  # noqa: E731
     for script in ("grpo", "sft", "ppo_rlhf"):
         yield Case(script, "runs", "a run of another script", ("another script",), prepare=run_folder(change))

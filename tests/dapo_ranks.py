@@ -42,7 +42,7 @@ def assign(prompts, places, letters, seed=1):
 def scripted_generate(tokenizer, patterns, rounds):
     """Stands for dapo.generate: writes the completions that patterns want, and adds its prompts to rounds."""
 
-    def generate(_model, prompt_ids, prompt_mask, max_completion_length, _temperature, stop_ids, pad_id):
+    def generate(model, prompt_ids, prompt_mask, max_completion_length, temperature, stop_ids, pad_id, with_logprobs):
         prompts = [
             tokenizer.decode(ids[mask == 1], skip_special_tokens=True) for ids, mask in zip(prompt_ids, prompt_mask)
         ]
@@ -56,7 +56,8 @@ def scripted_generate(tokenizer, patterns, rounds):
             completions.append(tokenizer(text, add_special_tokens=False)["input_ids"] + stop_ids[:1])
             assert len(completions[-1]) == length
         ids, mask = pad_right(completions, max_completion_length, pad_id)
-        return ids.to(prompt_ids.device), mask.to(prompt_ids.device)
+        logprobs, _ = dapo.token_logprobs(model, prompt_ids, prompt_mask, ids, mask, max(temperature, 0.1))
+        return (ids, mask, logprobs.detach())[: 3 if with_logprobs else 2]
 
     return generate
 

@@ -37,7 +37,7 @@ def run(name, folder):
     script.save = lambda *_: None
     script.print_summary = lambda *_: None
     if name == "sft":
-        collate, (_, tokenizer) = script.collate, script.make_embedded_model(0, "cpu")
+        collate, (_, tokenizer) = script.collate, script.make_embedded_model(0)
 
         def recorded(rows, *rest):
             answers = [tokenizer.decode(row["ids"][row["start"] :], skip_special_tokens=True) for row in rows]

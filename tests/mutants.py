@@ -31,6 +31,7 @@ ONLINE = f"{CLIPPED} reinforce"
 SAMPLED = f"{ONLINE} dpo ppo_rlhf"
 LOGPROBS = f"{SAMPLED} sft"
 ALL = f"{LOGPROBS} reward_model"
+WEIGHTED = f"{ONLINE} ppo_rlhf"
 
 
 @dataclass
@@ -58,6 +59,15 @@ OF_GROUPS += each("test_gradients.py::test_expected_gradient_of_groups_of_two_is
 ON_RANKS = "test_randomness.py::test_ranks_and_steps_draw_different_random_numbers"
 SHARES = "test_randomness.py::test_ranks_share_the_rows_of_every_step"
 STEPS = "test_steps.py::test_"
+PRECISION = "test_precision.py::test_"
+LORA = "test_lora.py::test_"
+OF_ONE_TOKEN = (
+    "test_sampler_weights.py::test_token_weights_are_exact_for_one_token_and_reduce_the_error_of_longer_completions"
+)
+OF_COMPLETIONS = "test_sampler_weights.py::test_weight_of_the_whole_completion_gives_the_gradient_of_the_objective"
+CAPPED = "test_sampler_weights.py::test_weights_are_capped_and_old_calls_have_none"
+SAMPLER_LOGPROBS = "test_rollouts.py::test_sampler_training_forward_and_plain_forward_give_the_same_logprobs"
+TO_THE_LAST_BIT = f"{PRECISION}the_reference_is_what_the_policy_was_to_the_last_bit"
 
 MUTANTS = [
     # ---- which tokens count
@@ -78,8 +88,8 @@ MUTANTS = [
     Mutant(
         "the mask of a rollout is by token id: ids != pad",
         SAMPLED,
-        '"completion_mask": completion_mask,\n        "lengths"',
-        '"completion_mask": (completion_ids != pad_id).long(),\n        "lengths"',
+        '"completion_mask": completion_mask,\n        "sampler_logprobs"',
+        '"completion_mask": (completion_ids != pad_id).long(),\n        "sampler_logprobs"',
         "test_rollouts.py::test_a_completion_of_full_length_is_truncated_unless_it_ends_in_a_stop_id",
     ),
     Mutant(
@@ -115,8 +125,8 @@ MUTANTS = [
     Mutant(
         "logits are not divided by the temperature",
         LOGPROBS,
-        " / temperature  # (n, V)",
-        "  # (n, V)",
+        "(head_logits(model, hidden) / temperature).log_softmax(-1)",
+        "head_logits(model, hidden).log_softmax(-1)",
         "test_logprobs.py::test_logprobs_are_those_of_trl",
     ),
     Mutant(
@@ -137,7 +147,7 @@ MUTANTS = [
         "the entropy is at another temperature",
         LOGPROBS,
         "entropies = -(logprobs.exp() * logprobs).sum(-1)",
-        "entropies = torch.distributions.Categorical(logits=logits * temperature).entropy()",
+        "entropies = torch.distributions.Categorical(logits=logprobs * temperature).entropy()",
         "test_logprobs.py::test_logprobs_of_a_padded_batch_are_those_of_each_sequence_alone",
     ),
     Mutant(
@@ -193,9 +203,23 @@ MUTANTS = [
     Mutant(
         "padding is attended to while sampling",
         SAMPLED,
-        "model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1)",
-        "model(input_ids=ids, position_ids=positions, use_cache=True, logits_to_keep=1)",
+        "input_ids=ids, attention_mask=mask, position_ids=positions, **cache",
+        "input_ids=ids, position_ids=positions, **cache",
         "test_rollouts.py::test_a_padded_batch_decodes_like_single_rows",
+    ),
+    Mutant(
+        "rows that go on read the keys, values and states of others",
+        SAMPLED,
+        "layers.reorder_cache(rows)",
+        "layers.reorder_cache(rows.flip(0))",
+        "test_rollouts.py::test_a_padded_batch_decodes_like_single_rows",
+    ),
+    Mutant(
+        "a cap on logits is left out",
+        LOGPROBS,
+        "return (logits / cap).tanh() * cap if cap else logits",
+        "return logits",
+        "test_logprobs.py::test_logits_are_scaled_and_capped_before_the_temperature/soft cap",
     ),
     Mutant(
         "a token of probability 0 can be sampled",
@@ -214,16 +238,16 @@ MUTANTS = [
     Mutant(
         "sampling ignores the temperature",
         SAMPLED,
-        "cdf = (logits.float() / temperature).softmax",
-        "cdf = logits.float().softmax",
+        "probabilities = (logits.float() / temperature).softmax",
+        "probabilities = logits.float().softmax",
         "test_rollouts.py::test_samples_follow_the_softmax_of_the_logits",
     ),
     Mutant(
         "samples are of the top k, log-probabilities of all tokens",
         SAMPLED,
-        "cdf = (logits.float() / temperature).softmax",
+        "probabilities = (logits.float() / temperature).softmax",
         "logits = torch.where(logits < logits.topk(8).values[:, -1:], -torch.inf, logits)\n"
-        "    cdf = (logits.float() / temperature).softmax",
+        "    probabilities = (logits.float() / temperature).softmax",
         "test_rollouts.py::test_samples_follow_the_softmax_of_the_logits",
     ),
     Mutant(
@@ -383,15 +407,15 @@ MUTANTS = [
     Mutant(
         "the larger of the two surrogates",
         f"{TOKENWISE} ppo_rlhf",
-        "token_loss = -torch.min(",
-        "token_loss = -torch.max(",
+        "token_loss = -weight * torch.min(",
+        "token_loss = -weight * torch.max(",
         CLIP,
     ),
     Mutant(
         "the clipped surrogate alone",
         f"{CLIPPED} ppo_rlhf",
-        "-torch.min(ratio * advantages, clipped_ratio * advantages)",
-        "-(clipped_ratio * advantages)",
+        "-weight * torch.min(ratio * advantages, clipped_ratio * advantages)",
+        "-weight * (clipped_ratio * advantages)",
         [*CLIP, "test_family.py::test_where_the_clip_stops_the_gradient/gspo"],
     ),
     Mutant(
@@ -414,8 +438,8 @@ MUTANTS = [
     Mutant(
         "a second clip for bad tokens (dual clip)",
         f"{TOKENWISE} ppo_rlhf",
-        "-torch.min(ratio * advantages, clipped_ratio * advantages)",
-        "-torch.min(ratio.clamp(max=3.0) * advantages, clipped_ratio * advantages)",
+        "-weight * torch.min(ratio * advantages, clipped_ratio * advantages)",
+        "-weight * torch.min(ratio.clamp(max=3.0) * advantages, clipped_ratio * advantages)",
         CLIP,
     ),
     Mutant(
@@ -499,15 +523,15 @@ MUTANTS = [
     Mutant(
         "the KL term has no gradient",
         "grpo",
-        "kl = (token_kl / lengths.unsqueeze(1)).sum()",
-        "kl = (token_kl.detach() / lengths.unsqueeze(1)).sum()",
+        "kl = (weight * token_kl / lengths.unsqueeze(1)).sum()",
+        "kl = (weight * token_kl.detach() / lengths.unsqueeze(1)).sum()",
         "test_losses.py::test_gradient_by_hand",
     ),
     Mutant(
         "the KL term is a sum over tokens where the loss is a mean",
         "grpo",
-        "kl = (token_kl / lengths.unsqueeze(1)).sum()",
-        "kl = token_kl.sum()",
+        "kl = (weight * token_kl / lengths.unsqueeze(1)).sum()",
+        "kl = (weight * token_kl).sum()",
         "test_losses.py::test_loss_by_hand",
     ),
     Mutant(
@@ -549,8 +573,8 @@ MUTANTS = [
     Mutant(
         "REINFORCE takes the mean over tokens",
         "reinforce",
-        "(advantages * logprobs.sum(1)).sum()",
-        "(advantages * logprobs.mean(1)).sum()",
+        "(advantages * (weight * logprobs).sum(1)).sum()",
+        "(advantages * (weight * logprobs).mean(1)).sum()",
         "test_family_gradients.py::test_expected_gradient_is_that_of_the_expected_reward",
     ),
     Mutant(
@@ -1283,9 +1307,9 @@ MUTANTS += [
     Mutant(
         "the sampler's buffers are rounded to bfloat16",
         SAMPLED,
-        "            parameter.data = parameter.data.to(torch.bfloat16)\n",
-        "            sampler = sampler.to(torch.bfloat16)\n",
-        "test_models.py::test_the_sampler_has_parameters_in_bfloat16_and_buffers_as_they_were",
+        "        cast_blocks(sampler)\n",
+        "        cast_blocks(sampler)\n        [value.copy_(value.bfloat16()) for value in sampler.buffers()]\n",
+        f"{PRECISION}the_sampler_computes_as_the_policy_does",
     ),
     Mutant(
         "a truncated completion is worth 0 where wrong ones cost",
@@ -1307,6 +1331,217 @@ MUTANTS += [
         "            shutil.rmtree(unfinished, ignore_errors=True)\n            shutil.rmtree(Path(run_dir)",
         "            shutil.rmtree(Path(run_dir)",
         "test_runs.py::test_a_save_that_finds_no_room_is_one_line_and_leaves_the_last_state",
+    ),
+]
+
+# ---- what the sampler rounds, and the weights that make up for it
+MUTANTS += [
+    Mutant(
+        "the weight is the sampler's probability over the policy's",
+        WEIGHTED,
+        "log_weight = torch.where(mask, ",
+        "log_weight = -torch.where(mask, ",
+        [*each(OF_ONE_TOKEN, WEIGHTED), *each(OF_COMPLETIONS, WEIGHTED)],
+    ),
+    Mutant(
+        "the weight is not capped",
+        WEIGHTED,
+        ".clamp(max=sampler_weight_cap)",
+        ".clamp(max=1e9)",
+        each(CAPPED, WEIGHTED),
+    ),
+    Mutant(
+        "the weight is at least 1, too",
+        WEIGHTED,
+        ".clamp(max=sampler_weight_cap)",
+        ".clamp(1.0, sampler_weight_cap)",
+        each(CAPPED, WEIGHTED),
+    ),
+    Mutant(
+        "the KL term is not weighted",
+        "grpo",
+        "kl = (weight * token_kl",
+        "kl = (token_kl",
+        each(OF_ONE_TOKEN, "grpo"),
+    ),
+    Mutant(
+        "GSPO's weight is the product over tokens",
+        "gspo",
+        "(log_weight.sum(1) / lengths).exp()",
+        "log_weight.sum(1).exp()",
+        [*each(OF_COMPLETIONS, "gspo"), *each(CAPPED, "gspo")],
+    ),
+    Mutant(
+        "a gradient flows through REINFORCE's weight",
+        "reinforce",
+        "logprobs.detach() - sampler_logprobs",
+        "logprobs - sampler_logprobs",
+        [*each(OF_ONE_TOKEN, "reinforce"), *each(OF_COMPLETIONS, "reinforce")],
+    ),
+    Mutant(
+        "policy/sampler_kl is of the other direction",
+        WEIGHTED,
+        "(log_weight.expm1() - log_weight).sum()",
+        "(torch.expm1(-log_weight) + log_weight).sum()",
+        each(CAPPED, WEIGHTED),
+    ),
+    Mutant(
+        "policy/sampler_kl is the mean weight less 1",
+        WEIGHTED,
+        "(log_weight.expm1() - log_weight).sum()",
+        "log_weight.expm1().sum()",
+        each(CAPPED, WEIGHTED),
+    ),
+    Mutant(
+        "the sampler's log-probabilities do not reach the loss",
+        f"{ONLINE} ppo_rlhf",
+        'part.get("sampler_logprobs"),',
+        'part.get("no such"),',
+        [*each(ACCUMULATED, ONLINE), "test_ppo.py::test_accumulated_gradient_is_that_of_both_losses"],
+    ),
+    Mutant(
+        "the sampler's log-probabilities are at temperature 1",
+        SAMPLED,
+        "probabilities.gather(1, tokens.unsqueeze(1)).squeeze(1).log()",
+        "logits.float().log_softmax(-1).gather(1, tokens.unsqueeze(1)).squeeze(1)",
+        each(SAMPLER_LOGPROBS, "0.7"),
+    ),
+    Mutant(
+        "the sampler's log-probabilities go to the first rows once others have left the batch",
+        SAMPLED,
+        "completion_ids[rows, t], sampler_logprobs[rows, t] = tokens, logprobs",
+        "completion_ids[rows, t], sampler_logprobs[: len(rows), t] = tokens, logprobs",
+        SAMPLER_LOGPROBS,
+    ),
+    Mutant(
+        "a group goes on from another prompt's keys and values",
+        SAMPLED,
+        "select_rows(cache, row_of)",
+        "select_rows(cache, row_of.flip(0))",
+        "test_rollouts.py::test_a_padded_batch_decodes_like_single_rows",
+    ),
+    Mutant(
+        "a scale of logits is left out",
+        LOGPROBS,
+        "logits = logits if scale == 1 else logits * scale",
+        "logits = logits",
+        "test_logprobs.py::test_logits_are_scaled_and_capped_before_the_temperature/scale",
+    ),
+]
+
+# ---- precision, sharding, adapters, memory
+MUTANTS += [
+    Mutant(
+        "the sampler's LM head is in bfloat16, the policy's is not",
+        SAMPLED,
+        'if precision == "bfloat16" and weight in inside else',
+        'if precision == "bfloat16" else',
+        f"{PRECISION}the_sampler_computes_as_the_policy_does",
+    ),
+    Mutant(
+        "the last block's output stays in bfloat16 in the policy",
+        ALL,
+        "MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)",
+        "MixedPrecisionPolicy(torch.bfloat16, torch.float32)",
+        TO_THE_LAST_BIT,
+    ),
+    Mutant(
+        "gradients of ranks are added in bfloat16",
+        ALL,
+        "MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)",
+        "MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)",
+        f"{PRECISION}ranks_add_their_gradients_in_float32",
+    ),
+    Mutant(
+        "what is outside the blocks stays gathered after a forward pass",
+        ALL,
+        "fully_shard(policy, mesh=mesh, reshard_after_forward=True)",
+        "fully_shard(policy, mesh=mesh, reshard_after_forward=False)",
+        f"{PRECISION}nothing_stays_gathered_after_a_forward_pass_without_gradient",
+    ),
+    Mutant(
+        "a model with one frozen weight counts as frozen",
+        ALL,
+        "return any(weight.requires_grad and not name.endswith(ADAPTERS)",
+        "return all(weight.requires_grad and not name.endswith(ADAPTERS)",
+        f"{PRECISION}a_model_with_a_frozen_weight_is_trained",
+    ),
+    Mutant(
+        "blocks within blocks count, too",
+        ALL,
+        "return [block for block in found if block not in inner]",
+        "return found",
+        f"{PRECISION}blocks_are_not_within_one_another",
+    ),
+    Mutant(
+        "the sampler gets the frozen parameters only",
+        SAMPLED,
+        "if trained.requires_grad:",
+        "if not trained.requires_grad:",
+        f"{PRECISION}the_sampler_gets_what_was_trained",
+    ),
+    Mutant(
+        "a resumed run's reference is the checkpoint",
+        WEIGHTED,
+        "    model, _ = load_model(args.model, tokenizer)\n",
+        '    model, _ = load_model(f"{args.resume}/checkpoint" if args.resume else args.model, tokenizer)\n',
+        each(f"{PRECISION}a_resumed_run_equals_an_uninterrupted_one", "bfloat16"),
+    ),
+    Mutant(
+        "adapters are merged without alpha / rank",
+        ALL,
+        "b @ a * (LORA_ALPHA / len(a))",
+        "b @ a",
+        f"{LORA}checkpoints_are_ordinary_folders_of_one_dtype",
+    ),
+    Mutant(
+        "saving adds the adapters to the frozen weight",
+        ALL,
+        "own[weight] = own[weight] + b @ a",
+        "own[weight] += b @ a",
+        each(f"{LORA}checkpoints_are_ordinary_folders_of_one_dtype", "float32"),
+    ),
+    Mutant(
+        "adapters count in the reference",
+        WEIGHTED,
+        "        LoRALinear.enabled = False\n",
+        "        LoRALinear.enabled = True\n",
+        f"{LORA}the_reference_is_the_model_without_adapters_to_the_last_bit",
+    ),
+    Mutant(
+        "adapters stay off after the reference",
+        WEIGHTED,
+        "        LoRALinear.enabled = True\n",
+        "",
+        f"{LORA}the_reference_is_the_model_without_adapters_to_the_last_bit",
+    ),
+    Mutant(
+        "gradients are zeroed, not freed",
+        ALL,
+        "optimizer.zero_grad()",
+        "optimizer.zero_grad(set_to_none=False)",
+        f"{LORA}gradients_are_freed_after_each_step",
+    ),
+    Mutant(
+        "the gradient of the LM head is that of the last chunk",
+        LOGPROBS,
+        "total += gradient",
+        "total.copy_(gradient)",
+        "test_logprobs.py::test_chunks_of_the_head_equal_all_logits_at_once",
+    ),
+    Mutant(
+        "entropies get no gradient where log-probabilities do",
+        LOGPROBS,
+        "used = [i for i, gradient in enumerate(gradients) if gradient is not None]",
+        "used = [i for i, gradient in enumerate(gradients) if gradient is not None][:1]",
+        "test_logprobs.py::test_chunks_of_the_head_equal_all_logits_at_once",
+    ),
+    Mutant(
+        "entropies are 0",
+        LOGPROBS,
+        "entropies = -(logprobs.exp() * logprobs).sum(-1)",
+        "entropies = 0.0 * logprobs.exp().sum(-1)",
+        "test_logprobs.py::test_entropies_are_those_of_others",
     ),
 ]
 

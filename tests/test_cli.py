@@ -357,7 +357,7 @@ def test_help_works_on_an_ascii_console_and_writes_nothing(helps, script):
 METRICS = set(
     """reward/mean reward/std reward/zero_std_all_right reward/zero_std_all_wrong
     rollout/completions rollout/length_mean rollout/length_max rollout/truncated rollout/live
-    policy/entropy loss/policy optim/grad_norm optim/learning_rate""".split()
+    policy/entropy policy/sampler_kl loss/policy optim/grad_norm optim/learning_rate""".split()
 )
 RATIO = {"policy/approx_kl", "policy/ratio_max"}
 CLIP = {"policy/clip_fraction_low", "policy/clip_fraction_high"}

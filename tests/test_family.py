@@ -23,7 +23,8 @@ def policy_loss(script, inputs, **changes):
     given = SETTINGS | inputs | changes
     if script is grpo and "ref_logprobs" not in changes:
         given["ref_logprobs"] = None
-    return script.policy_loss(**{name: given[name] for name in inspect.signature(script.policy_loss).parameters})
+    names = inspect.signature(script.policy_loss).parameters
+    return script.policy_loss(**{name: given[name] for name in names if name in given})
 
 
 def loss_and_gradient(script, inputs, **changes):

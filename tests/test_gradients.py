@@ -298,7 +298,8 @@ def test_padding_of_the_batch_does_not_matter(script, policy, batch, whole):
     padded = dict(batch)
     for key, filling in (("prompt_ids", 7), ("prompt_mask", 0)):
         padded[key] = torch.cat([torch.full((8, 3), filling), batch[key]], 1)
-    for key, filling in (("completion_ids", 7), ("completion_mask", 0), ("old_logprobs", 9.0), ("ref_logprobs", 9.0)):
+    logprobs = [(key, 9.0) for key in ("old_logprobs", "ref_logprobs", "sampler_logprobs")]
+    for key, filling in (("completion_ids", 7), ("completion_mask", 0), *logprobs):
         padded[key] = torch.cat([batch[key], torch.full((8, 4), filling, dtype=batch[key].dtype)], 1)
     gradient, metrics = accumulate(script, policy, padded)
     assert relative_error(gradient, whole[0]) < 1e-9
@@ -347,6 +348,10 @@ def results(tmp_path_factory):
     return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
 
 
+TOLERANCES = {"different lengths": 1e-9, "one rank idle": 1e-9, "float32": 1e-5, "adapters": 1e-5}
+TOLERANCES |= {"bfloat16": 0.02, "adapters in bfloat16": 0.02}
+
+
 def test_ranks_of_the_cases_differ():
     """In widths, in numbers of microbatches, and once one of them has no row at all."""
     batch = make_batch(build_model("llama"))
@@ -359,20 +364,22 @@ def test_ranks_of_the_cases_differ():
     assert not set(CASES["one rank idle"][1]) & set(SHARES[1])
 
 
-@pytest.mark.parametrize("case, tolerance", [("different lengths", 1e-9), ("one rank idle", 1e-9), ("float32", 1e-5)])
+@pytest.mark.parametrize("case, tolerance", TOLERANCES.items())
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_two_ranks_have_the_gradient_and_metrics_of_one(results, name, case, tolerance):
     alone = run(SCRIPTS[name], *CASES[case])
     for rank in results:
         found = rank[name, case]
         assert relative_error(found["gradient"], alone["gradient"]) < tolerance
-        assert found["metrics"] == pytest.approx(alone["metrics"], rel=tolerance)
+        assert found["metrics"] == pytest.approx(alone["metrics"], rel=tolerance, abs=0 if tolerance < 1e-2 else 0.05)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_two_ranks_look_up_the_log_probabilities_of_one(results, case):
+@pytest.mark.parametrize("case, tolerance", TOLERANCES.items())
+def test_two_ranks_look_up_the_log_probabilities_of_one(results, case, tolerance):
     alone = run(grpo, *CASES[case])["logprobs"]
     for rank, share in zip(results, SHARES):
         found = rank["grpo", case]["logprobs"]
         expected = alone[share][:, : found.shape[1]]
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, check_dtype=False)
+        torch.testing.assert_close(
+            found, expected, rtol=max(1e-5, tolerance), atol=max(1e-6, tolerance), check_dtype=False
+        )

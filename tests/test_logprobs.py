@@ -1,13 +1,17 @@
 import json
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from tiny import SIZES, build_model, load, load_scorer, make_args, make_batch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import (
     AutoConfig,
     AutoTokenizer,
     CohereConfig,
+    DynamicCache,
     Gemma2Config,
     GPT2Config,
     GPT2LMHeadModel,
@@ -118,6 +122,45 @@ def test_head_keeps_no_logits_for_the_backward_pass():
     assert sum(saved) < 40 * 1000
 
 
+class PeakBytes(TorchDispatchMode):
+    """Counts the bytes of all tensors that operators made inside and that are still there, and their peak."""
+
+    def __init__(self):
+        super().__init__()
+        self.live, self.peak, self.seen = 0, 0, set()
+
+    def release(self, key, size):
+        self.live -= size
+        self.seen.discard(key)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self.seen:
+                key, size = tensor.untyped_storage()._cdata, tensor.untyped_storage().nbytes()
+                self.seen.add(key)
+                self.live += size
+                weakref.finalize(tensor.untyped_storage(), self.release, key, size)
+        self.peak = max(self.peak, self.live)
+        return result
+
+
+@pytest.mark.parametrize("used", ["logprobs", "entropies", "both"])
+def test_peak_memory_of_the_head_does_not_grow_with_the_number_of_tokens(used):
+    """Chunks of 256 tokens by 2^16 ids: ten chunks take the bytes of two, whichever output has a gradient."""
+    model = build_model("llama", vocab_size=2**16, dtype=torch.float32)
+    peaks = []
+    for count in (512, 2560):
+        hidden = torch.randn(count, 16, requires_grad=True)
+        with PeakBytes() as bytes_:
+            logprobs, entropies = grpo.head_logprobs(model, hidden, torch.zeros(count).long(), 1.0)
+            {"logprobs": logprobs, "entropies": entropies, "both": logprobs + entropies}[used].sum().backward()
+        peaks.append(bytes_.peak)
+    logits = 256 * 2**16 * 4
+    assert 2 * logits < peaks[0] < 8 * logits
+    assert peaks[1] - peaks[0] < logits / 8
+
+
 # ---- log-probabilities of completions
 
 
@@ -216,15 +259,41 @@ SCALED = {
 
 
 @pytest.mark.parametrize("kind", SCALED)
-def test_models_that_change_their_logits_are_refused(kind):
-    with pytest.raises(SystemExit, match="scales or caps"):
-        grpo.check_model(build_model(SCALED[kind], scale=20.0), [3, 4, 5, 6], 16)
+def test_logits_are_scaled_and_capped_before_the_temperature(kind):
+    model = build_model(SCALED[kind], scale=20.0, dtype=torch.float32)
+    batch = make_batch(model)
+    results = grpo.token_logprobs(model, *(batch[key] for key in INPUTS), 0.7)
+    expected = [part.float() for part in plain_logprobs(model, batch, 0.7)]
+    torch.testing.assert_close(list(results), expected, rtol=1e-4, atol=1e-4)
+    head, hidden = model.get_output_embeddings(), torch.randn(5, 16)
+    assert not torch.allclose(grpo.head_logits(model, hidden), head(hidden), atol=0.1)
 
 
-def test_models_whose_cache_cannot_drop_rows_are_refused():
-    config = MambaConfig(hidden_size=16, state_size=4, num_hidden_layers=1)
-    with pytest.raises(SystemExit, match="cannot drop finished rows"):
-        grpo.check_model(build_model(config, dtype=torch.float32), [3, 4, 5, 6], 16)
+@pytest.mark.parametrize("kind", SCALED)
+def test_models_that_change_their_logits_in_other_ways_are_refused(kind):
+    model = build_model(SCALED[kind], scale=20.0, dtype=torch.float32)
+    grpo.check_model(model, [3, 4, 5, 6], 16)
+    model.register_forward_hook(lambda _, __, output: output | {"logits": output.logits * 1.5})
+    with pytest.raises(SystemExit, match="changes the output of its LM head"):
+        grpo.check_model(model, [3, 4, 5, 6], 16)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mamba"])
+def test_models_whose_cache_cannot_drop_rows_are_refused(kind, monkeypatch):
+    config = MambaConfig(hidden_size=16, state_size=4, num_hidden_layers=1) if kind == "mamba" else kind
+    model = build_model(config, dtype=torch.float32)
+    grpo.check_model(model, [3, 4, 5, 6], 16)
+    monkeypatch.setattr(DynamicCache, "reorder_cache", lambda *_: None)
+    with pytest.raises(SystemExit, match="cannot skip padding or drop rows"):
+        grpo.check_model(model, [3, 4, 5, 6], 16)
+
+
+def test_models_that_read_padding_are_refused(monkeypatch):
+    model = build_model("llama", dtype=torch.float32)
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", lambda *args, **inputs: forward(*args, **inputs | {"attention_mask": None}))
+    with pytest.raises(SystemExit, match="cannot skip padding or drop rows.*another text"):
+        grpo.check_model(model, [3, 4, 5, 6], 16)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2"])

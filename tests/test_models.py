@@ -11,7 +11,7 @@ import tokenizers
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tiny import CONFIGS, SIZES, build_model, load, load_scorer
+from tiny import CONFIGS, SIZES, load, load_scorer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import dpo
@@ -367,21 +367,6 @@ def test_a_bare_prompt_does_not_end_in_the_stop_token_that_the_tokenizer_appends
 # ---- the model that samples, and what is saved
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_the_sampler_has_parameters_in_bfloat16_and_buffers_as_they_were(kind):
-    config = transformers.Gemma3TextConfig(**SIZES, num_key_value_heads=1, head_dim=8, vocab_size=11)
-    model = build_model(config if kind == "gemma3" else kind, dtype=torch.float32)
-    sampler = grpo.make_sampler(model, torch.device("cuda"))
-    assert {parameter.dtype for parameter in sampler.parameters()} == {torch.bfloat16}
-    buffers = dict(sampler.named_buffers())
-    assert buffers and all(torch.equal(buffers[name], value) for name, value in model.named_buffers())
-    assert {value.dtype for value in buffers.values()} == {torch.float32}
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    ids = torch.tensor([[3, 4, 5, 6]])
-    _, mask = grpo.generate(sampler, ids, torch.ones_like(ids), 5, 1.0, [], 0)
-    assert mask.all()
-
-
 def test_tied_weights_are_saved_once_where_they_are_gathered_from_ranks(tmp_path, monkeypatch):
     model, tokenizer = load(grpo, TINY)
     get_state = grpo.dcp_state.get_model_state_dict
@@ -456,38 +441,13 @@ def test_the_jitter_of_a_router_is_turned_off(tmp_path):
     grpo.check_model(load(grpo, tmp_path)[0], [3, 4, 5, 6], 16)
 
 
-UNFIT = {
-    "falcon_h1": {"mamba_d_ssm": 16, "mamba_n_heads": 4, "mamba_d_head": 4, "mamba_d_state": 4, "mamba_chunk_size": 4},
-    "jamba": {"num_experts": 2, "use_mamba_kernels": False, "attn_layer_period": 2, "attn_layer_offset": 1},
-    "recurrent_gemma": {"lru_width": 16, "head_dim": 8, "attention_window_size": 8},
-    "lfm3": {"layer_types": ["conv", "full_attention"], "head_dim": 8},
-    "kimi_linear": {
-        "layer_types": ["linear_attention", "full_attention"],
-        "mlp_layer_types": ["dense", "dense"],
-        "linear_num_heads": 2,
-        "linear_head_dim": 8,
-        "num_key_value_heads": 2,
-        **{"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8},
-    },
-    "mamba": {"state_size": 4},
-}
-
-
-def build_unfit(kind):
-    torch.manual_seed(0)
-    sizes = {**SIZES, "num_key_value_heads": 1, "vocab_size": 29, "pad_token_id": 0}
-    return AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **{**sizes, **UNFIT[kind]}))
-
-
-@pytest.mark.parametrize("kind", UNFIT)
-def test_a_cache_that_cannot_drop_rows_is_one_line_and_no_matter_where_nothing_is_generated(kind):
-    model = build_unfit(kind)
-    with pytest.raises(SystemExit) as error:
+def test_a_cache_that_cannot_drop_rows_is_one_line_and_no_matter_where_nothing_is_generated(monkeypatch):
+    model = AutoModelForCausalLM.from_config(CONFIGS["llama"])
+    monkeypatch.setattr(transformers.DynamicCache, "reorder_cache", lambda *_: None)
+    with pytest.raises(SystemExit, match="key-value cache") as error:
         grpo.check_model(model, [3, 4, 5, 6], 16)
     assert "\n" not in str(error.value)
-    if "scales or caps" not in str(error.value):  # as recurrent_gemma does
-        grpo.check_model(model, [3, 4, 5, 6], 16, generates=False)
-        assert "key-value cache" in str(error.value)
+    grpo.check_model(model, [3, 4, 5, 6], 16, generates=False)
 
 
 def test_a_model_without_hidden_states_of_its_own_is_one_line():
@@ -498,7 +458,8 @@ def test_a_model_without_hidden_states_of_its_own_is_one_line():
     assert "\n" not in str(error.value)
 
 
-def test_fine_tuning_and_dpo_without_prompts_need_no_cache(tmp_path):
+def test_fine_tuning_and_dpo_without_prompts_need_no_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(transformers.DynamicCache, "reorder_cache", lambda *_: None)
     torch.manual_seed(0)
     config = transformers.MambaConfig(hidden_size=16, state_size=4, num_hidden_layers=1, vocab_size=29, eos_token_id=5)
     config.pad_token_id = config.bos_token_id = 0

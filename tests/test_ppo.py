@@ -597,7 +597,9 @@ def test_accumulated_gradient_is_that_of_both_losses(policy, batch, whole):
     inputs, mask = [batch[key] for key in INPUTS], batch["completion_mask"]
     logprobs, entropies = ppo_rlhf.token_logprobs(policy.model, *inputs, 0.7)
     values = (ppo_rlhf.token_values(policy.value_model, *inputs) - 0.3) / 1.7
-    loss, metrics = policy_loss(logprobs, batch["old_logprobs"], batch["advantages"], mask, 0.2)
+    loss, metrics = policy_loss(
+        logprobs, batch["old_logprobs"], batch["advantages"], mask, 0.2, batch["sampler_logprobs"], 2.0
+    )
     error, value_metrics = value_loss(values, batch["old_values"], batch["returns"], mask, 0.2)
     assert relative_error(whole[0], gradient_of(policy, (loss + error) / 30)) < 1e-12
     ref_log_ratio = (batch["ref_logprobs"] - logprobs.detach()) * mask
@@ -632,7 +634,8 @@ def test_padding_of_the_batch_does_not_matter(policy, batch, whole):
     for key, filling in (("prompt_ids", 7), ("prompt_mask", 0)):
         padded[key] = torch.cat([torch.full((8, 3), filling), batch[key]], 1)
     fillings = {"completion_ids": 7, "completion_mask": 0}
-    fillings |= dict.fromkeys(("old_logprobs", "ref_logprobs", "advantages", "old_values", "returns"), math.nan)
+    names = ("old_logprobs", "ref_logprobs", "sampler_logprobs", "advantages", "old_values", "returns")
+    fillings |= dict.fromkeys(names, math.nan)
     for key, filling in fillings.items():
         padded[key] = torch.cat([batch[key], torch.full((8, 4), filling, dtype=batch[key].dtype)], 1)
     gradient, metrics = accumulate(policy, padded)

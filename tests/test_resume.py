@@ -180,7 +180,10 @@ def test_resume_extends_a_finished_run(tmp_path):
     assert json.loads((run / "args.json").read_text())["num_steps"] == 4
 
 
-@pytest.mark.parametrize(("script", "flags"), [("grpo", GRPO), ("sft", SFT), ("dapo", GRPO)])
+ADAPTERS = [*GRPO, "--lora-rank", "2", "--precision", "bfloat16"]
+
+
+@pytest.mark.parametrize(("script", "flags"), [("grpo", GRPO), ("sft", SFT), ("dapo", ADAPTERS)])
 def test_two_ranks_resume_after_a_kill(script, flags, tmp_path):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     reference, run = tmp_path / "reference", tmp_path / "run"

@@ -124,7 +124,7 @@ def test_ids_of_probability_zero_are_never_sampled(monkeypatch, draw):
     logits[:, 0] = logits[:, 47:] = -torch.inf
     logits[:100, 1:40] = -torch.inf
     for temperature in (0.5, 1.0, 2.0):
-        tokens = grpo.sample_tokens(logits, temperature)
+        tokens, _ = grpo.sample_tokens(logits, temperature)
         assert logits[torch.arange(200), tokens].isfinite().all()
 
 
@@ -133,12 +133,12 @@ def test_extreme_draws_give_the_first_and_the_last_possible_id(monkeypatch, draw
     monkeypatch.setattr(torch, "rand", lambda *size, device=None: torch.full(size, draw, device=device))
     logits = torch.full((2, 50), -torch.inf)
     logits[0, 1:47] = logits[1, 2:41] = 0.0
-    assert grpo.sample_tokens(logits, 1.0).tolist() == expected
+    assert grpo.sample_tokens(logits, 1.0)[0].tolist() == expected
 
 
 def test_temperature_0_is_argmax():
     logits = torch.randn(64, 29, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(grpo.sample_tokens(logits, 0), logits.argmax(-1))
+    assert torch.equal(grpo.sample_tokens(logits, 0)[0], logits.argmax(-1))
 
 
 # ---- stopping
@@ -226,18 +226,13 @@ def test_rollout_batch_size_does_not_change_greedy_completions(size):
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_sampler_training_forward_and_plain_forward_give_the_same_logprobs(monkeypatch, kind, temperature):
-    model, sample_tokens, steps = make_model(kind), grpo.sample_tokens, []
-
-    def recording(logits, temperature):
-        tokens = sample_tokens(logits, temperature)
-        steps.append((logits / temperature).log_softmax(-1).gather(1, tokens.unsqueeze(1)).squeeze(1))
-        return tokens
-
-    monkeypatch.setattr(grpo, "sample_tokens", recording)
+def test_sampler_training_forward_and_plain_forward_give_the_same_logprobs(kind, temperature):
+    model = make_model(kind)
     torch.manual_seed(0)
     ids, mask = grpo.pad_left(random_prompts(16, 1, 9), PAD, "cpu")
-    completion_ids, completion_mask = grpo.generate(model, ids, mask, 20, temperature, [STOP, 9, 12], PAD)
+    completion_ids, completion_mask, sampler_logprobs = grpo.generate(
+        model, ids, mask, 20, temperature, [STOP, 9, 12], PAD, with_logprobs=True
+    )
     logprobs, _ = grpo.token_logprobs(model, ids, mask, completion_ids, completion_mask, temperature)
     for row in range(16):
         length, prompt = int(completion_mask[row].sum()), ids[row, mask[row] == 1]
@@ -245,8 +240,9 @@ def test_sampler_training_forward_and_plain_forward_give_the_same_logprobs(monke
         logits = model(torch.cat([prompt, tokens]).unsqueeze(0)).logits[0, len(prompt) - 1 : -1]
         plain = (logits / temperature).log_softmax(-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
         torch.testing.assert_close(logprobs[row, :length], plain, atol=1e-5, rtol=0)
-    for t, sampled in enumerate(steps):  # rows that are still running, in order
-        torch.testing.assert_close(sampled, logprobs[completion_mask[:, t] == 1, t], atol=1e-5, rtol=0)
+    torch.testing.assert_close(sampler_logprobs, logprobs, atol=1e-5, rtol=0)
+    greedy = grpo.generate(model, ids, mask, 20, 0.0, [STOP, 9, 12], PAD, with_logprobs=True)
+    assert torch.equal(greedy[2], torch.zeros_like(greedy[2]))
 
 
 # ---- side effects

@@ -197,7 +197,7 @@ def test_a_folder_filled_while_the_model_was_loading_is_left_alone(tmp_path, mon
     load_model = grpo.load_model
 
     def slow(*args):
-        (tmp_path / "run").mkdir()
+        (tmp_path / "run").mkdir(exist_ok=True)
         (tmp_path / "run" / "args.json").write_text("{}")
         return load_model(*args)
 
@@ -211,7 +211,7 @@ def test_runs_of_one_second_have_names_of_their_own():
 
 
 def test_a_folder_without_settings_is_adopted(tmp_path):
-    (tmp_path / "run").mkdir()
+    (tmp_path / "run").mkdir(exist_ok=True)
     grpo.main(grpo.Args(run_dir=str(tmp_path / "run"), **SMALL | {"num_steps": 1}))
     assert settings_of(tmp_path / "run")["run"]["script"] == "grpo"
 

@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def embedded():
-    model, tokenizer = sft.make_embedded_model(0, CPU)
+    model, tokenizer = sft.make_embedded_model(0)
     return model, tokenizer, sft.find_stop_ids(model, tokenizer)
 
 

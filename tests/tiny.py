@@ -1,5 +1,6 @@
 """Small random models, batches as the rollout makes them, and calls that fit every script of the online family."""
 
+import copy
 import inspect
 
 import torch
@@ -13,6 +14,7 @@ import reinforce
 
 SCRIPTS = {"grpo": grpo, "reinforce": reinforce, "dr_grpo": dr_grpo, "dapo": dapo, "gspo": gspo}
 SETTINGS = {"temperature": 0.7, "microbatch_tokens": 10_000, "max_completion_length": 9, "kl_coef": 0.04}
+SETTINGS |= {"sampler_weight_cap": 2.0}
 SETTINGS |= {"clip_eps": 0.2, "clip_eps_low": 0.05, "clip_eps_high": 0.15}  # they clip a part of make_batch, gspo's too
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 CONFIGS = {
@@ -28,7 +30,7 @@ PAD_ID = 0
 def build_model(config, vocab_size=11, dtype=torch.float64, scale=6.0):
     """A random model whose weights are scaled up, so that its distributions are far from uniform and differ."""
     torch.manual_seed(0)
-    config = CONFIGS[config] if isinstance(config, str) else config
+    config = copy.deepcopy(CONFIGS[config] if isinstance(config, str) else config)  # a model may change its own
     config.vocab_size = vocab_size
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
     for module in list(model.modules()):
@@ -45,13 +47,13 @@ def build_model(config, vocab_size=11, dtype=torch.float64, scale=6.0):
 def load(script, name):
     """A model as main loads it, and its tokenizer."""
     tokenizer = script.load_tokenizer(str(name))
-    return script.load_model(str(name), tokenizer, torch.device("cpu"))[0], tokenizer
+    return script.load_model(str(name), tokenizer)[0], tokenizer
 
 
 def load_scorer(script, name, new_head=True):
     """A reward model as main loads it, and its tokenizer."""
     tokenizer = script.load_tokenizer(str(name))
-    return script.load_reward_model(str(name), tokenizer, torch.device("cpu"), new_head), tokenizer
+    return script.load_reward_model(str(name), tokenizer, new_head=new_head), tokenizer
 
 
 def pad_right(rows, width, pad_id=PAD_ID):
@@ -61,7 +63,7 @@ def pad_right(rows, width, pad_id=PAD_ID):
 
 
 def make_batch(model, temperature=0.7):
-    """Eight completions of several lengths, two of advantage 0; old and reference log-probabilities are near."""
+    """Eight completions of several lengths, two of advantage 0; the three other log-probabilities are near."""
     prompt_ids, prompt_mask = grpo.pad_left(PROMPTS, PAD_ID, "cpu")
     completion_ids, completion_mask = pad_right(COMPLETIONS, 8)
     with torch.no_grad():
@@ -69,6 +71,7 @@ def make_batch(model, temperature=0.7):
         logprobs, _ = grpo.token_logprobs(model, *inputs, temperature)
     generator = torch.Generator().manual_seed(1)
     noise = torch.randn(2, *logprobs.shape, generator=generator, dtype=torch.float64).to(logprobs.dtype)
+    sampler_noise = torch.randn(logprobs.shape, generator=generator, dtype=torch.float64).to(logprobs.dtype)
     return {
         "prompt_ids": prompt_ids,
         "prompt_mask": prompt_mask,
@@ -78,6 +81,7 @@ def make_batch(model, temperature=0.7):
         "advantages": torch.tensor([1.2, -0.7, 0.0, 0.4, -1.5, 0.0, 0.9, -0.3], dtype=logprobs.dtype),
         "old_logprobs": logprobs + 0.3 * noise[0],
         "ref_logprobs": logprobs + 0.5 * noise[1],
+        "sampler_logprobs": logprobs + 0.3 * noise[0] + 0.5 * sampler_noise,
     }
 
 
@@ -89,7 +93,8 @@ def make_args(script=grpo, **settings):
 def call_policy_loss(script, args, **inputs):
     """A script's policy_loss of those inputs and settings that it takes, by name."""
     given = vars(args) | inputs
-    return script.policy_loss(**{name: given[name] for name in inspect.signature(script.policy_loss).parameters})
+    names = inspect.signature(script.policy_loss).parameters
+    return script.policy_loss(**{name: given[name] for name in names if name in given})
 
 
 def call_accumulate_gradients(script, policy, batch, rows, args, on_policy=False):

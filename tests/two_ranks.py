@@ -9,11 +9,14 @@ from tiny import SCRIPTS, build_model, call_accumulate_gradients, make_args, mak
 import grpo
 
 SHARES = ([0, 1, 2, 3, 4], [5, 6, 7])  # rows of the batch on each rank
-# name: (dtype, rows with a gradient)
+# name: (dtype, rows with a gradient, precision, rank of adapters)
 CASES = {
-    "different lengths": (torch.float64, [0, 1, 2, 3, 4, 5, 6, 7]),
-    "one rank idle": (torch.float64, [0, 2, 4]),
-    "float32": (torch.float32, [0, 1, 2, 3, 4, 6]),
+    "different lengths": (torch.float64, [0, 1, 2, 3, 4, 5, 6, 7], "float32", 0),
+    "one rank idle": (torch.float64, [0, 2, 4], "float32", 0),
+    "float32": (torch.float32, [0, 1, 2, 3, 4, 6], "float32", 0),
+    "bfloat16": (torch.float32, [0, 1, 2, 3, 4, 6], "bfloat16", 0),
+    "adapters": (torch.float32, [0, 1, 2, 3, 4, 6], "float32", 2),
+    "adapters in bfloat16": (torch.float32, [0, 1, 2, 3, 4, 6], "bfloat16", 2),
 }
 ARGS = make_args(microbatch_tokens=24)
 
@@ -24,24 +27,30 @@ def take(batch, rows):
     prompt, completion = part["prompt_mask"].sum(1).max(), part["completion_mask"].sum(1).max()
     for key in ("prompt_ids", "prompt_mask"):
         part[key] = part[key][:, -prompt:]
-    for key in ("completion_ids", "completion_mask", "old_logprobs", "ref_logprobs"):
+    for key in ("completion_ids", "completion_mask", "old_logprobs", "ref_logprobs", "sampler_logprobs"):
         part[key] = part[key][:, :completion]
     return part
 
 
-def run(script, dtype, live_rows):
+def run(script, dtype, live_rows, precision, lora_rank):
     rank, _, device = script.init_ranks()
-    model = build_model("llama", dtype=dtype)
+    alone = not dist.is_initialized()
+    model = script.add_adapters(build_model("llama", dtype=dtype), lora_rank)
+    for name, parameter in model.named_parameters():  # adapters that have been trained
+        if name.endswith("lora_b"):
+            parameter.data.fill_(0.02)
     batch = make_batch(model)
-    share = SHARES[rank] if dist.is_initialized() else sum(SHARES, [])
+    share = sum(SHARES, []) if alone else SHARES[rank]
     batch = take(batch, share)
     rows = torch.tensor([share.index(row) for row in live_rows if row in share], dtype=torch.long)
-    policy = script.shard(script.LogprobModel(model).train(), device)
+    policy = script.shard(script.LogprobModel(model).train(), device, precision)
     logprobs = grpo.lookup_logprobs(policy, batch, rows, ARGS.microbatch_tokens, ARGS.temperature)
     args = make_args(script, microbatch_tokens=ARGS.microbatch_tokens)
     metrics = script.reduce_metrics(call_accumulate_gradients(script, policy, batch, rows, args))
-    gradients = [parameter.grad for parameter in policy.parameters()]
-    gradients = [grad.full_tensor() if dist.is_initialized() else grad for grad in gradients]
+    gradients = [parameter.grad for parameter in policy.parameters() if parameter.requires_grad]
+    gradients = [grad.full_tensor() if hasattr(grad, "full_tensor") else grad for grad in gradients]
+    if alone and dist.is_initialized():
+        dist.destroy_process_group()
     return {"gradient": torch.cat([grad.flatten() for grad in gradients]), "metrics": metrics, "logprobs": logprobs}
 
 

@@ -1,0 +1,548 @@
+"""Is everything right on this GPU, how fast is it, and does tools/memory.py know what it takes? At most ten minutes.
+
+    python benchmark/gpu.py
+
+It writes benchmark/results/gpu_NAME.md, a table of each section: what was measured, and what is expected of it where
+there is something to expect. Every section is a process of its own; what fails, or takes too long, is written down as
+such, the rest goes on, and the exit status is 1. The models are random, in the shape of Qwen2.5-0.5B and -1.5B, with
+the tokenizer of models/tiny. Nothing else should run on the GPU meanwhile. The same lines on a CPU, with tiny models:
+
+    python benchmark/gpu.py --tiny --out gpu.md
+"""
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import platform
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+# torch is imported in the child processes only: what one of them leaves on the GPU ends with it.
+ROOT = Path(__file__).resolve().parent.parent
+PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312}  # bfloat16, dense
+SIZES = {  # of a model: tokens a completion and rows decoded at once; rows and tokens of the trainings
+    "Qwen2.5-0.5B": {"tokens": 1024, "rows": (64, 512), "prompts": 32, "group": 8, "length": 512},
+    "Qwen2.5-1.5B": {"tokens": 1024, "rows": (64, 512), "prompts": 16, "group": 8, "length": 512},
+    "tiny": {"tokens": 24, "rows": (4, 8), "prompts": 2, "group": 2, "length": 16},
+}
+TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+TINY |= {"num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": True}
+DEFAULT_RUNS = {  # metric of the last evaluation, its least or most; what five seeds on a CPU gave is 0.02 better
+    "grpo": ("eval/accuracy", 0.96, 1.0),
+    "dr_grpo": ("eval/accuracy", 0.96, 1.0),
+    "dapo": ("eval/accuracy", 0.96, 1.0),
+    "gspo": ("eval/accuracy", 0.96, 1.0),
+    "reinforce": ("eval/accuracy", 0.96, 1.0),
+    "dpo": ("eval/accuracy", 0.95, 1.0),
+    "ppo_rlhf": ("eval/accuracy", 0.95, 1.0),
+    "reward_model": ("eval/pair_accuracy", 0.78, 0.86),
+    "sft": ("eval/loss", 1.23, 1.43),  # after 100 steps
+}
+
+
+@dataclass
+class Args:
+    out: str | None = None
+    """file that is written (default: benchmark/results/gpu_NAME.md)"""
+    minutes: float = 10.0
+    """sections that have not begun by then are left out"""
+    tiny: bool = False
+    """tiny models and few tokens"""
+    peak_tflops: float | None = None
+    """of this GPU in bfloat16, for the utilisation (H100, H200 and A100 are known)"""
+    skip: list[str] = field(default_factory=list)
+    """sections to leave out, by the first words of their names"""
+
+
+def sections(tiny):
+    """(name, function, what it is given, most seconds) of every section, the most telling first."""
+    jobs, sizes = [], ["tiny"] if tiny else list(SIZES)[:2]
+    for size in sizes:
+        jobs.append((f"numbers {size}", check_numbers, {"size": size}, 150))
+        if size == sizes[0]:
+            jobs.append(("resume", check_resume, {}, 150))
+            jobs.append(("ranks", check_ranks, {}, 150))
+        for script in ("grpo", "ppo_rlhf", "dpo") if size == sizes[0] else ("grpo",):
+            jobs.append((f"training {script} {size}", time_training, {"size": size, "script": script}, 150))
+        jobs.append((f"rollout {size}", time_rollout, {"size": size}, 240))
+        if size == sizes[0]:
+            jobs.append(("defaults", check_defaults, {}, 200))
+    return jobs
+
+
+# ---- what is right: each yields (what, measured, expected or "", whether that holds or None)
+
+
+def check_numbers(job):
+    """Sampler against training forward by position, decoding against an uncached forward, and a loss that falls."""
+    import torch
+
+    grpo, size = importlib.import_module("grpo"), SIZES[job["size"]]
+    policy, sampler, device = build(job)
+    torch.manual_seed(1)
+    ids, mask = make_prompts(8, device)
+    with torch.no_grad():
+        sampled = grpo.generate(sampler, ids, mask, size["tokens"], 1.0, [], 0, with_logprobs=True)
+        completion_ids, completion_mask, sampler_logprobs = sampled
+        logprobs, _ = policy(ids, mask, completion_ids, completion_mask, 1.0)
+    difference = logprobs - sampler_logprobs
+    for start, end in ((0, 128), (128, 512), (512, 1024)):
+        if start < size["tokens"]:
+            part = difference[:, start:end]
+            kl = (part.expm1() - part).mean().item()
+            what = f"sampler and training, positions {start} to {min(end, size['tokens'])}: KL"
+            yield what, kl, "under 1e-3", kl < 1e-3
+            yield "... difference, mean of its size", part.abs().mean().item(), "", None
+            yield "... difference, largest", part.abs().max().item(), "under 0.5", part.abs().max().item() < 0.5
+    yield from check_greedy(grpo, sampler, ids, mask, min(64, size["tokens"]))
+    yield from check_learning(grpo, policy, ids, mask, sampled, min(64, size["tokens"]))
+
+
+def check_greedy(grpo, sampler, ids, mask, tokens):
+    """Where greedy decoding through the cache and a forward without one differ, the two tokens must be near a tie."""
+    import torch
+
+    with torch.no_grad():
+        completions = grpo.generate(sampler, ids, mask, tokens, 0.0, [], 0)[0]
+        whole = torch.cat([mask, torch.ones_like(completions)], 1)
+        positions = (whole.cumsum(1) - 1).clamp(min=0)
+        output = sampler(
+            input_ids=torch.cat([ids, completions], 1), attention_mask=whole, position_ids=positions, use_cache=False
+        )
+    logits = output.logits[:, ids.shape[1] - 1 : -1].float()
+    gaps = logits.max(2).values - logits.gather(2, completions.unsqueeze(2)).squeeze(2)
+    equal = (gaps == 0).float().mean().item()
+    yield "greedy decoding and uncached forward: share of equal tokens", equal, "over 0.9", equal > 0.9
+    yield "... most that a chosen logit lies under the largest", gaps.max().item(), "under 0.2", gaps.max().item() < 0.2
+
+
+def check_learning(grpo, policy, ids, mask, sampled, tokens):
+    """Four optimizer steps towards completions, all of advantage 1, make these likelier."""
+    import torch
+
+    completion_ids, completion_mask, sampler_logprobs = (tensor[:, :tokens] for tensor in sampled)
+    batch = {"prompt_ids": ids, "prompt_mask": mask, "completion_ids": completion_ids}
+    batch |= {"completion_mask": completion_mask, "sampler_logprobs": sampler_logprobs}
+    batch |= {"lengths": mask.sum(1) + completion_mask.sum(1), "advantages": torch.ones(len(ids), device=ids.device)}
+    args = grpo.Args(microbatch_tokens=16384, kl_coef=0.0)
+    rows, means = torch.arange(len(ids), device=ids.device), []
+    optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    for _ in range(4):
+        means.append(grpo.lookup_logprobs(policy, batch, rows, args.microbatch_tokens, 1.0).mean().item())
+        grpo.accumulate_gradients(policy, batch, rows, len(ids), True, args)
+        norm = grpo.step_optimizer(policy, optimizer, 1e-4 if completion_ids.is_cuda else 1e-3, 1.0)
+        yield "gradient norm", norm, "positive", 0 < norm < float("inf")
+    means.append(grpo.lookup_logprobs(policy, batch, rows, args.microbatch_tokens, 1.0).mean().item())
+    yield "mean log-probability before four steps towards it", means[0], "", None
+    yield "... and after", means[-1], "higher", means[-1] > means[0]
+
+
+def check_resume(job):
+    """A run of four steps in one go, and one that goes on after two."""
+    folder, small = Path(job["folder"]), ["--prompts-per-step", "8", "--minibatch-size", "32", "--eval-prompts", "16"]
+    steps = {}
+    run_script("grpo", ["--num-steps", "4", "--run-dir", str(folder / "whole"), *small])
+    run_script("grpo", ["--num-steps", "2", "--run-dir", str(folder / "half"), *small])
+    run_script("grpo", ["--resume", str(folder / "half"), "--num-steps", "4"])
+    for name in ("whole", "half"):
+        steps[name] = [line for line in read_metrics(folder / name) if line["step"] > 0]
+    numbers = [line["step"] for line in steps["half"]]
+    yield "steps of a run that was resumed", " ".join(map(str, numbers)), "1 2 3 4", numbers == [1, 2, 3, 4]
+    for key, most in (("rollout/length_mean", 2.0), ("reward/mean", 0.2)):
+        gaps = [abs(a[key] - b[key]) for a, b in zip(steps["whole"], steps["half"])]
+        yield f"{key}, largest difference to a run in one go", max(gaps), f"at most {most}", max(gaps) <= most
+
+
+def check_ranks(job):
+    """Two processes, each with half of everything, learn as one does."""
+    import torch
+
+    if torch.cuda.device_count() == 1:
+        yield "GPUs", torch.cuda.device_count(), "", None
+        return
+    run = Path(job["folder"]) / "run"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    run_script("grpo", ["--run-dir", str(run)], torchrun)
+    accuracy = read_metrics(run)[-1]["eval/accuracy"]
+    yield "grpo.py on two processes: eval/accuracy", accuracy, "at least 0.96", accuracy >= 0.96
+
+
+def check_defaults(job):
+    """The run without flags of each script, four at a time."""
+    folder = Path(job["folder"])
+
+    def run(script):
+        try:
+            run_script(
+                script, ["--run-dir", str(folder / script), *(["--num-steps", "100"] if script == "sft" else [])]
+            )
+            return read_metrics(folder / script)[-1]
+        except RuntimeError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(4) as pool:
+        lines = list(pool.map(run, DEFAULT_RUNS))
+    for (script, (key, least, most)), line in zip(DEFAULT_RUNS.items(), lines):
+        value = line if isinstance(line, str) else line[key]
+        yield f"{script}: {key}", value, f"{least} to {most}", not isinstance(line, str) and least <= value <= most
+
+
+def run_script(script, flags, launcher=None):
+    """Run a script of this repository; raise with the end of what it printed if it fails."""
+    command = [*(launcher or [sys.executable]), str(ROOT / f"{script}.py"), *flags]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{script}: " + " ".join((done.stdout + done.stderr).split())[-300:])
+
+
+def read_metrics(run_dir):
+    return [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
+
+
+# ---- how fast, and in how much memory
+
+
+def time_rollout(job):
+    """Tokens a second of generate and of transformers' own, and the peak of the first against the formulas."""
+    grpo, size, rates, formulas = importlib.import_module("grpo"), SIZES[job["size"]], {}, {}
+    _, sampler, device = build(job, with_policy=False)
+    for rows in size["rows"]:
+        formulas[rows] = rollout_formula(sampler.config, rows, 16, size["tokens"])
+        if formulas[rows] > 0.94e9 * gpu_gb():
+            yield f"{rows} rows x {size['tokens']}", "not run: too little memory", "", None
+            continue
+        ids, mask = make_prompts(rows, device, copies=8 if rows % 8 == 0 else 1)
+
+        def ours(tokens, ids=ids, mask=mask):
+            grpo.generate(sampler, ids, mask, tokens, 1.0, [], 0, with_logprobs=True)
+
+        seconds, peak = timed(ours, size["tokens"], device)
+        rates[rows] = rows * size["tokens"] / seconds
+        yield f"{rows} rows x {size['tokens']}: tokens a second", rates[rows], "", None
+        yield from compare_peak("... peak", peak, formulas[rows])
+    sampler = None
+    free(device)
+    yield from time_peer(job, [rows for rows in size["rows"] if rows in rates], rates, size, device)
+
+
+def time_peer(job, all_rows, rates, size, device):
+    """The same rows with transformers' generate, everything in bfloat16."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.bfloat16).to(device).eval()
+    for rows in all_rows:
+        ids, mask = make_prompts(rows, device, copies=8 if rows % 8 == 0 else 1)
+
+        def theirs(tokens, ids=ids, mask=mask):
+            settings = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "pad_token_id": 0}
+            model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=tokens, min_new_tokens=tokens, **settings)
+
+        seconds, _ = timed(theirs, size["tokens"], device)
+        rate = rows * size["tokens"] / seconds
+        yield f"transformers' generate, {rows} rows: tokens a second", rate, "", None
+        yield "... ours / transformers'", rates[rows] / rate, "", None
+
+
+def rollout_formula(config, rows, prompt_length, tokens):
+    """What tools/memory.py says of a rollout: the sampler, its cache and what works on it."""
+    memory = load_memory()
+    given = {"prompts_per_step": max(1, rows // 8), "group_size": min(8, rows), "eval_prompts": 0}
+    given |= {"max_prompt_length": prompt_length, "max_completion_length": tokens}
+    model = memory.count_model(config)
+    working = memory.rollout_bytes(model, memory.read_settings("grpo", **given), 1)
+    return 2 * model.blocks + 4 * model.root + sum(working)
+
+
+def timed(function, tokens, device):
+    """Seconds and peak bytes of a call, after a short one that warms up."""
+    import torch
+
+    function(min(8, tokens))
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    function(tokens)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start, torch.cuda.max_memory_allocated() if device.type == "cuda" else None
+
+
+def time_training(job):
+    """Three steps of a script: seconds and utilisation of the last update, and peaks of its phases."""
+    import torch
+
+    memory, script, size = load_memory(), importlib.import_module(job["script"]), SIZES[job["size"]]
+    settings = training_settings(job, size)
+    config = memory.load_config(settings["model"])
+    given = {name: settings[name] for name in memory.SETTINGS if name in settings} | {"max_prompt_length": 32}
+    before = memory.read_settings(job["script"], **given)
+    fit = memory.find_fit(config, before, gpu_gb())
+    if fit is None:
+        yield "not run", "too little memory", "", None
+        return
+    yield "flags for this GPU, by tools/memory.py", memory.as_flags(fit, before), "", None
+    settings |= {name: value for name, value in vars(fit).items() if value != getattr(before, name)}
+    peaks, script.save = watch_peaks(script), lambda *_: None  # nothing is to be written
+    with contextlib.redirect_stdout(sys.stderr):
+        script.main(script.Args(**settings))
+    line = read_metrics(settings["run_dir"])[-1]
+    yield "seconds a step", line["perf/step_seconds"], "", None
+    tokens, seconds = trained_tokens(job, line, size, settings)
+    yield "update: tokens a second", tokens / seconds, "", None
+    if job["peak_tflops"]:
+        flops = flops_per_token(memory.count_models(config, job["script"]), size["length"])
+        yield "update: model FLOP utilisation", tokens * flops / seconds / job["peak_tflops"] / 1e12, "", None
+    rows = memory.account(config, fit)
+    left_out = sum(row[2] for row in rows if row[0] == "reward model")  # --reward-model none has none
+    if len(peaks) >= 4:
+        yield from compare_peak("peak of the rollout", peaks[-3], rows[-1][1] - left_out)
+    peaks = peaks or [torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None]
+    last = max((peak for peak in peaks[-2:] if peak), default=None)
+    yield from compare_peak("peak of the update", last, rows[-1][2] - left_out)
+
+
+def watch_peaks(script):
+    """A list that gets the peak of every phase, at whose ends the script reads the clock; dpo.py reads none."""
+    import torch
+
+    peaks, cuda, read_clock = [], torch.cuda.is_available(), getattr(script, "read_clock", None)
+
+    def read_clock_and_peak():
+        seconds = read_clock()
+        peaks.append(torch.cuda.max_memory_allocated() if cuda else None)
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        return seconds
+
+    script.read_clock = read_clock_and_peak
+    return peaks
+
+
+def flops_per_token(models, length):
+    """Forward and backward, recomputing left out: 6 a weight that multiplies, and causal attention over the length."""
+    weights = sum(model.blocks + (model.embedding if name == "policy" else 0) for name, model in models.items())
+    return 6 * weights + sum(6 * model.layers * model.queries * length for model in models.values())
+
+
+def training_settings(job, size):
+    """Settings of a short training in which every row is as long as it may be."""
+    settings = {"model": job["model"], "num_steps": 3, "eval_prompts": 0, "run_dir": f"{job['folder']}/run"}
+    settings |= {"max_completion_length": size["length"], "precision": "bfloat16", "system_prompt": ""}
+    if job["script"] == "dpo":
+        return settings | {"dataset": make_pairs(job["folder"], size["length"]), "minibatch_size": size["prompts"]}
+    settings |= {"dataset": str(ROOT / "data" / "addition")}
+    if job["script"] == "ppo_rlhf":
+        rows = size["prompts"] * size["group"]
+        settings |= {"reward_model": "none", "update_epochs": 1}
+        return settings | {"prompts_per_step": rows, "minibatch_size": rows // 2}
+    rows = size["prompts"] * size["group"]
+    return settings | {"prompts_per_step": size["prompts"], "group_size": size["group"], "minibatch_size": rows // 2}
+
+
+def trained_tokens(job, line, size, settings):
+    """Tokens that went forward and backward in a step, prompts left out, and the seconds it took."""
+    if job["script"] == "dpo":
+        return 2 * settings["minibatch_size"] * size["length"], line["perf/step_seconds"]
+    return line["rollout/completions"] * line["rollout/length_mean"], line["perf/update_seconds"]
+
+
+def make_pairs(folder, length):
+    """A data set of random digits, in which every completion is nearly as long as it may be."""
+    rng, path = random.Random(1), Path(folder) / "pairs"
+    path.mkdir()
+    for split, count in (("train", 256), ("test", 2)):
+        texts = [["".join(rng.choices("0123456789", k=length - 4)) for _ in range(2)] for _ in range(count)]
+        lines = [json.dumps({"prompt": "1+2=", "chosen": chosen, "rejected": other}) for chosen, other in texts]
+        (path / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+def compare_peak(what, peak, formula):
+    """A row with the peak that was measured, where there is a GPU, beside that of tools/memory.py."""
+    if peak is None:
+        yield f"{what} by tools/memory.py, GB", formula / 1e9, "", None
+    else:
+        holds = 0.6 * formula <= peak <= 1.05 * formula
+        yield f"{what}, GB", peak / 1e9, f"0.6 to 1.05 of {formula / 1e9:.2f} (tools/memory.py)", holds
+
+
+# ---- models and prompts
+
+
+def make_model(folder, size):
+    """Write a random model of this size, with the tokenizer of models/tiny, whose ids are the first of its own."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    memory = load_memory()
+    config = Qwen2Config(**TINY) if size == "tiny" else memory.load_config(size)
+    # 0.04: distributions that are peaked enough for rounding to matter, far from those of a trained model.
+    config.initializer_range, config.max_position_embeddings = 0.04, 4096
+    config.bos_token_id, config.eos_token_id, config.pad_token_id = None, 5, 0
+    torch.manual_seed(1)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(ROOT / "models" / "tiny" / name, folder)
+
+
+def build(job, with_policy=True):
+    """The policy and the sampler of grpo.py, as its main makes them, and the device."""
+    import torch
+
+    grpo = importlib.import_module("grpo")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, _ = grpo.load_model(job["model"], grpo.load_tokenizer(job["model"]))
+    sampler = grpo.make_sampler(model, device, "bfloat16")
+    return grpo.shard(grpo.LogprobModel(model).train(), device, "bfloat16") if with_policy else None, sampler, device
+
+
+def make_prompts(rows, device, copies=1):
+    """Random prompts of 8 to 16 ids, padded on the left, each several times in a row."""
+    grpo, rng = importlib.import_module("grpo"), random.Random(1)
+    prompts = [[rng.randrange(6, 28) for _ in range(rng.randint(8, 16))] for _ in range(rows // copies)]
+    return grpo.pad_left([prompt for prompt in prompts for _ in range(copies)], 0, device)
+
+
+def gpu_gb():
+    """GB as they are sold, of which the driver reports 1.07; without a GPU as many as one likes."""
+    import torch
+
+    return torch.cuda.get_device_properties(0).total_memory / 1.07e9 if torch.cuda.is_available() else 1e6
+
+
+def load_memory():
+    sys.path.insert(0, str(ROOT / "tools"))
+    return importlib.import_module("memory")
+
+
+def free(device):
+    import torch
+
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+# ---- the processes and the file
+
+
+def run_child(job):
+    """Run one section in this process; a line of JSON on stdout for every row."""
+    stdout, sys.stdout = sys.stdout, sys.stderr
+    sys.path.insert(0, str(ROOT))
+    try:
+        if job["section"] == "model":
+            make_model(job["model"], job["size"])
+        else:
+            import torch
+
+            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 4)))
+            for row in {function.__name__: function for _, function, *_ in sections(False)}[job["section"]](job):
+                print(json.dumps(row), file=stdout, flush=True)
+    except (Exception, SystemExit) as error:
+        traceback.print_exc()
+        print(json.dumps(["failed", f"{type(error).__name__}: {error}"[:300], "", False]), file=stdout, flush=True)
+
+
+def start_child(job, limit):
+    """Run a section in a process of its own; return its rows."""
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, __file__, "child", json.dumps(job)]
+    with tempfile.TemporaryFile("w+") as errors:
+        child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
+        try:
+            text, _ = child.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            late = ["failed", f"not done in {limit:.0f} s", "", False]
+            text = f"{child.communicate()[0] or ''}\n{json.dumps(late)}"
+        rows = [json.loads(line) for line in text.splitlines() if line.startswith("[")]
+        if child.returncode not in (0, -9):
+            errors.seek(0)
+            rows.append(["failed", f"exit status {child.returncode}: {errors.read()[-300:]}", "", False])
+    return rows
+
+
+def read_machine():
+    """What it runs on: the name of the GPU, or of the processor, and versions."""
+    ask = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '', torch.version.cuda)"
+    *name, cuda = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True).stdout.split()
+    versions = ", ".join(f"{package} {version(package)}" for package in ("torch", "transformers"))
+    name, python = " ".join(name), platform.python_version()
+    return name, f"{name or platform.machine()}, {os.cpu_count()} cores, Python {python}, {versions}, CUDA {cuda}"
+
+
+def write(out, machine, seconds, results):
+    """Write what is known so far."""
+    command = f"python benchmark/gpu.py {' '.join(sys.argv[1:])}".strip()
+    lines = ["# benchmark/gpu.py", "", f"{machine}. `{command}`, {seconds:.0f} s.", ""]
+    for name, (rows, took) in results.items():
+        lines += [f"## {name} ({took:.0f} s)", "", "| | measured | expected | |", "|---|---:|---|---|"]
+        for what, value, expected, holds in rows:
+            shown = f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "/").replace("\n", " ")
+            lines.append(f"| {what} | {shown} | {expected} | {({True: 'yes', False: '**no**'}).get(holds, '')} |")
+        lines.append("")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text("\n".join(lines))
+
+
+def main(args):
+    name, machine = read_machine()
+    if not name and not args.tiny:
+        raise SystemExit("no GPU: --tiny runs the same lines on the CPU with tiny models")
+    slug = re.sub(r"\W+", "_", name or platform.machine()).strip("_").lower()
+    out = Path(args.out) if args.out else ROOT / "benchmark" / "results" / f"gpu_{slug}.md"
+    peak = args.peak_tflops or next((value for key, value in PEAK_TFLOPS.items() if key in name), None)
+    start, results = time.perf_counter(), {}
+    with tempfile.TemporaryDirectory() as folder:
+        for number, (title, function, given, limit) in enumerate(sections(args.tiny)):
+            if any(title.startswith(word) for word in args.skip):
+                continue
+            job = {"section": function.__name__, "folder": f"{folder}/{number}", "peak_tflops": peak, **given}
+            Path(job["folder"]).mkdir()
+            begun = time.perf_counter()
+            left = 60 * args.minutes - (begun - start)
+            print(f"{begun - start:4.0f} s  {title}", flush=True)
+            if left < 20:
+                results[title] = [["not run", "no time left", "", None]], 0.0
+            else:
+                rows = []
+                if "size" in given:
+                    job["model"] = f"{folder}/{given['size']}"
+                    if not Path(job["model"]).exists():
+                        rows = start_child(job | {"section": "model"}, left)
+                rows += start_child(job, min(limit, 60 * args.minutes - (time.perf_counter() - start)))
+                results[title] = rows, time.perf_counter() - begun
+            for what, value, expected, holds in results[title][0]:
+                expectation = f", expected {expected}" if expected else ""
+                print(f"        {what}: {value}{expectation}{' FAILED' * (holds is False)}")
+            write(out, machine, time.perf_counter() - start, results)
+            shutil.rmtree(job["folder"], ignore_errors=True)
+    failed = [title for title, (rows, _) in results.items() if any(holds is False for *_, holds in rows)]
+    print(f"{out}: " + (f"failed: {', '.join(failed)}" if failed else "all as expected"))
+    raise SystemExit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["child"]:
+        run_child(json.loads(sys.argv[2]))
+    else:
+        import tyro
+
+        main(tyro.cli(Args, description="Check and time the scripts on a GPU."))

@@ -1,0 +1,110 @@
+"""What a setting does to learning on the embedded task, over several seeds: the tables of LoRA, precision and sampler.
+
+    python benchmark/variants.py lora|precision|sampler [SEED ...]        (default: 1 2 3 4 5)
+
+Every row is a process of its own with one thread; the table goes to benchmark/results/VARIANT.md.
+`sampler` rounds the weights of the model that samples to 4 (or 3) bits, row by row, and evaluates the policy itself:
+a caricature of bfloat16 and 8-bit samplers, which shows what --sampler-weight-cap is for.
+"""
+
+import copy
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RANK = "--lora-rank 8 --learning-rate"
+TABLES = {
+    "lora": {
+        "all parameters, 1.5e-4": "grpo",
+        "rank 8, 4.5e-4": f"grpo {RANK} 4.5e-4",
+        "rank 8, 1.5e-3": f"grpo {RANK} 1.5e-3",
+        "rank 1, 4.5e-4": "grpo --lora-rank 1 --learning-rate 4.5e-4",
+    },
+    "precision": {
+        f"{script}, {precision}": f"{script} --precision {precision}"
+        for script in ("grpo", "reinforce", "dr_grpo", "dapo", "gspo", "dpo", "ppo_rlhf --reward-model none")
+        for precision in ("float32", "bfloat16")
+    },
+    "sampler": {
+        f"{bits} bits, weights {'capped at 2' if weighted else 'off'}": f"crude {bits} {weighted}"
+        for bits in (4, 3)
+        for weighted in (1, 0)
+    },
+}
+
+
+def run_crude(bits, weighted, flags):
+    """Train grpo.py with a sampler whose weights are rounded to bits."""
+    import torch
+
+    sys.path.insert(0, str(ROOT))
+    import grpo
+
+    sync, evaluate, loss = grpo.sync_sampler, grpo.evaluate, grpo.policy_loss
+
+    def sync_sampler(policy, sampler):
+        sync(policy, sampler)
+        with torch.no_grad():
+            for weight in sampler.parameters():
+                if weight.ndim > 1:
+                    step = weight.abs().amax(1, keepdim=True).clamp(min=1e-12) / (2 ** (bits - 1) - 1)
+                    weight.copy_((weight / step).round() * step)
+
+    def make_sampler(model, *_):
+        make_sampler.trained = model
+        return copy.deepcopy(model)
+
+    def policy_loss(*inputs):
+        *inputs, sampler_logprobs, cap = inputs
+        return loss(*inputs, sampler_logprobs if weighted else None, cap)
+
+    grpo.sync_sampler, grpo.make_sampler, grpo.policy_loss = sync_sampler, make_sampler, policy_loss
+    grpo.evaluate = lambda _sampler, *rest: evaluate(make_sampler.trained, *rest)
+    sys.argv = ["grpo.py", *flags]
+    grpo.main(grpo.parse_args())
+
+
+def run(command, seed):
+    """Metrics of a run: the first and the last line with an evaluation, and means of some keys over all steps."""
+    script, *flags = command.split()
+    program = [str(ROOT / f"{script}.py"), *flags] if script != "crude" else [__file__, "crude", *flags]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, *program, "--seed", str(seed), "--run-dir", f"{folder}/run"]
+        environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
+        subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
+    kl = [line["policy/sampler_kl"] for line in lines if "policy/sampler_kl" in line]
+    pick = "eval/accuracy" if "eval/accuracy" in lines[-1] else "eval/preference_accuracy"
+    found = {"before": lines[0][pick], "after": lines[-1][pick]}
+    found |= {"pass@1 after": lines[-1].get("eval/pass@1"), "sampler KL": statistics.mean(kl) if kl else None}
+    return found
+
+
+def main(variant, seeds):
+    rows = []
+    for name, command in TABLES[variant].items():
+        results = [run(command, seed) for seed in seeds]
+        after = " ".join(f"{result['after']:.3f}" for result in results)
+        means = []
+        for key in ("before", "after", "pass@1 after", "sampler KL"):
+            values = [result[key] for result in results]
+            means.append("" if None in values else f"{statistics.mean(values):.3{'g' if key == 'sampler KL' else 'f'}}")
+        rows.append(f"| {name} | {means[0]} | {after} | {' | '.join(means[1:])} |")
+        print(rows[-1], flush=True)
+    head = f"`python benchmark/variants.py {variant}`, seeds {' '.join(map(str, seeds))}, one thread, "
+    head += f"{platform.machine()}: greedy accuracy on the held-out prompts before, after each seed, and means.\n\n"
+    head += "| | before | after, by seed | after | pass@1 after | policy/sampler_kl |\n|---|---|---|---|---|---|\n"
+    (ROOT / "benchmark" / "results" / f"{variant}.md").write_text(head + "\n".join(rows) + "\n")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "crude":
+        run_crude(int(sys.argv[2]), bool(int(sys.argv[3])), sys.argv[4:])
+    else:
+        main(sys.argv[1], [int(seed) for seed in sys.argv[2:]] or [1, 2, 3, 4, 5])

@@ -1,0 +1,44 @@
+"""Write docs/models.md, which architectures train, from the table in tests/test_architectures.py."""
+
+import sys
+from pathlib import Path
+
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+PATH = Path(__file__).parent / "models.md"
+HEAD = """# Models
+
+Written by `python docs/models.py` from the table of `tests/test_architectures.py`, with transformers {version}.
+
+These {count} architectures (`model_type` in config.json) train. Of each a small random model was compared, on a CPU,
+with its own forward pass of each sequence alone: log-probabilities and gradients of padded batches, and samples of
+padded groups whose rows finish at different times. Sparse attention (`index_topk`) was compared where it still keeps
+all tokens. Others may train as well: at start every script compares on one prompt, and ends in one line where it finds
+a difference. Models that also read images are trained on text alone.
+
+In bfloat16 (`--precision`) `minimax` fails in its own code, and `zamba` and `zamba2`, whose blocks share weights, are
+refused; on several processes the latter two are, too. `--lora-rank` needs weights in linear layers: experts that are
+held together, and GPT-2's layers, are refused."""
+SCORED = """
+`reward_model.py`, and the value and reward models of `ppo_rlhf.py`, need a sequence classification class. transformers
+has no such class for """
+
+
+def render(trained, refused):
+    names = lambda group: ", ".join(f"`{name}`" for name in sorted(group))  # noqa: E731
+    every = {name for group in trained.values() for name in group}
+    text = [HEAD.format(version=transformers.__version__, count=len(every))]
+    for title, group in trained.items():
+        text += ["", f"**{title}**: {names(group)}."]
+    text += [f"{SCORED}{names(every - set(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES))}.", "", "## Refused", ""]
+    text += ["| architecture | the line |", "|---|---|"]
+    text += [f"| `{name}` | {line} |" for name, (_, line) in refused.items()]
+    return "\n".join(text) + "\n"
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(PATH.parents[1]), str(PATH.parents[1] / "tests")]
+    from test_architectures import REFUSED, TRAINED
+
+    PATH.write_text(render(TRAINED, REFUSED), encoding="utf-8")

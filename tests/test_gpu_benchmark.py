@@ -1,0 +1,151 @@
+"""benchmark/gpu.py on a CPU: every line of it that needs no GPU runs, and what fails is written down as such."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmark"))
+
+import gpu as benchmark
+import pytest
+import torch.distributed as dist
+
+import dpo
+import grpo
+import ppo_rlhf
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    benchmark.make_model(folder, "tiny")
+    return str(folder)
+
+
+@pytest.fixture
+def job(model, tmp_path, monkeypatch):
+    """What a section is given; the group of one that FSDP needs ends with the test."""
+    monkeypatch.setattr(os, "environ", os.environ | {"WANDB_MODE": "disabled"})
+    yield {"size": "tiny", "model": model, "folder": str(tmp_path), "peak_tflops": 0.1}
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def as_dict(rows):
+    """Rows by what they say, all of which must be as expected; they have to be JSON."""
+    rows = [tuple(json.loads(json.dumps(row))) for row in rows]
+    assert all(holds is not False for *_, holds in rows), rows
+    return {what: value for what, value, *_ in rows}
+
+
+def test_numbers(job):
+    rows = as_dict(benchmark.check_numbers(job))
+    assert 0 < rows["sampler and training, positions 0 to 24: KL"] < 1e-5
+    assert rows["greedy decoding and uncached forward: share of equal tokens"] == 1
+    assert rows["... and after"] > rows["mean log-probability before four steps towards it"]
+
+
+def test_numbers_notice_a_sampler_that_is_not_the_policy(job, monkeypatch):
+    def build(job):
+        policy, sampler, device = whole(job)
+        sampler.model.embed_tokens.weight.data.mul_(1.5)
+        return policy, sampler, device
+
+    whole = benchmark.build
+    monkeypatch.setattr(benchmark, "build", build)
+    rows = list(benchmark.check_numbers(job))
+    assert [what for what, *_, holds in rows if holds is False][:1] == ["sampler and training, positions 0 to 24: KL"]
+
+
+def test_rollout_and_its_peer(job):
+    rows = as_dict(benchmark.time_rollout(job))
+    assert rows["4 rows x 24: tokens a second"] > 0 and rows["... ours / transformers'"] > 0
+    assert rows["... peak by tools/memory.py, GB"] > 0
+
+
+@pytest.mark.parametrize("script", [grpo, ppo_rlhf, dpo])
+def test_training(job, monkeypatch, script):
+    monkeypatch.setattr(script, "save", script.save)  # put back what the section replaces
+    monkeypatch.setattr(script, "read_clock", getattr(script, "read_clock", None), raising=False)
+    rows = as_dict(benchmark.time_training(job | {"script": script.__name__}))
+    assert rows["update: tokens a second"] > 0 and rows["update: model FLOP utilisation"] > 0
+    assert rows["peak of the update by tools/memory.py, GB"] > 0
+    assert ("peak of the rollout by tools/memory.py, GB" in rows) == (script is not dpo)
+
+
+def test_sections_that_run_scripts(job, monkeypatch):
+    """Default runs, a run that is resumed and one of two processes, with scripts that write metrics at once."""
+    commands = []
+
+    def run_script(script, flags, launcher=None):
+        commands.append([script, *flags, *(launcher or [])])
+        if script == "dapo":
+            raise RuntimeError("dapo: CUDA error")
+        folder = Path(flags[flags.index("--run-dir" if "--run-dir" in flags else "--resume") + 1])
+        folder.mkdir(exist_ok=True)
+        line = {"rollout/length_mean": 9.0, "reward/mean": 0.5, "eval/accuracy": 0.99, "eval/pair_accuracy": 0.81}
+        lines = [json.dumps(line | {"step": step, "eval/loss": 1.3}) for step in range(5)]
+        (folder / "metrics.jsonl").write_text("\n".join(lines))
+
+    monkeypatch.setattr(benchmark, "run_script", run_script)
+    assert as_dict(benchmark.check_resume(job))["steps of a run that was resumed"] == "1 2 3 4"
+    assert commands[2][:3] == ["grpo", "--resume", f"{job['folder']}/half"]
+    assert as_dict(benchmark.check_ranks(job)) == {"grpo.py on two processes: eval/accuracy": 0.99}
+    rows = list(benchmark.check_defaults(job))
+    assert [what for what, *_, holds in rows if not holds] == ["dapo: eval/accuracy"] and len(rows) == 9
+    assert rows[2][1] == "dapo: CUDA error"
+    with pytest.raises(RuntimeError, match="grpo: .*--no-such-flag"):
+        monkeypatch.undo()
+        benchmark.run_script("grpo", ["--no-such-flag"])
+
+
+def test_peaks_are_compared_where_there_is_a_gpu():
+    assert [*benchmark.compare_peak("peak", 9e9, 10e9)] == [
+        ("peak, GB", 9.0, "0.6 to 1.05 of 10.00 (tools/memory.py)", True)
+    ]
+    assert [holds for peak in (5e9, 11e9) for *_, holds in benchmark.compare_peak("", peak, 10e9)] == [False, False]
+
+
+def test_failures_are_written_and_the_rest_goes_on(tmp_path, monkeypatch, capsys):
+    """A section that raises, one that takes too long and one for which no time is left, each in its own process."""
+    jobs = [("resume", benchmark.check_resume, {}, 60), ("ranks", benchmark.check_ranks, {}, 0.1)]
+    jobs += [("defaults", benchmark.check_defaults, {}, 60), ("numbers", benchmark.check_numbers, {}, 60)]
+    monkeypatch.setattr(benchmark, "sections", lambda _: jobs)
+    monkeypatch.setattr(benchmark, "read_machine", lambda: ("", "a machine"))
+    child, now = benchmark.start_child, [0.0]
+
+    def start_child(job, limit):
+        now[0] += 295.0
+        return child(job | {"folder": "/dev/null"}, limit)
+
+    monkeypatch.setattr(benchmark, "start_child", start_child)
+    monkeypatch.setattr(benchmark.time, "perf_counter", lambda: now[0])
+    with pytest.raises(SystemExit, match="1"):
+        benchmark.main(benchmark.Args(tiny=True, skip=["numbers"], out=str(tmp_path / "gpu.md")))
+    text = (tmp_path / "gpu.md").read_text()
+    assert text.count("| failed |") == 2 and "not done in 0 s" in text and "RuntimeError: grpo" in text
+    assert "| not run | no time left |" in text and "failed: resume, ranks" in capsys.readouterr().out
+
+
+def test_command_line(tmp_path):
+    """One section from the command line, its model being made before; without a GPU --tiny must be given."""
+    command = [sys.executable, benchmark.__file__]
+    refused = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    assert refused.returncode == 1 and refused.stderr.startswith("no GPU: --tiny")
+    flags = [
+        "--tiny",
+        "--out",
+        str(tmp_path / "gpu.md"),
+        "--skip",
+        "training",
+        "resume",
+        "ranks",
+        "rollout",
+        "defaults",
+    ]
+    done = subprocess.run([*command, *flags], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    text = (tmp_path / "gpu.md").read_text()
+    assert "## numbers tiny (" in text and "| under 1e-3 | yes |" in text and "**no**" not in text

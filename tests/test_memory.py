@@ -1,0 +1,227 @@
+"""tools/memory.py: its formulas against the bytes that small models take on a CPU, and docs/memory.md against it."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen2Config
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+
+import memory
+
+import grpo
+import ppo_rlhf
+
+PAGE, CPU = Path(__file__).resolve().parents[1] / "docs" / "memory.md", torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def cpu_chunks(monkeypatch):
+    """The chunks of the LM head are smaller on a CPU. The group of one that FSDP needed ends with the test."""
+    monkeypatch.setattr(memory, "CHUNK", 2**24 * 4)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def make_config(hidden=64, inner=256, layers=4, vocab=300, tied=True, shared=1):
+    """Where queries share keys, PyTorch keeps copies of these on a CPU, but not on a GPU: here each has its own."""
+    return Qwen2Config(
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=4 // shared,
+        vocab_size=vocab,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+
+
+def make_settings(script="grpo", **settings):
+    return memory.read_settings(script, **{"precision": "bfloat16", "kl_coef": 0.0} | settings)
+
+
+def make_policy(config, settings):
+    """A random policy as main of grpo.py makes it."""
+    torch.manual_seed(0)
+    model = grpo.add_adapters(AutoModelForCausalLM.from_config(config), settings.lora_rank)
+    if settings.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return grpo.shard(grpo.LogprobModel(model).train(), CPU, settings.precision)
+
+
+def count_peak(run):
+    """Most bytes that were allocated at once during a call, over those that were there before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        run()
+    events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+def count_bytes(tensors):
+    """Bytes of tensors, those of one storage once."""
+    tensors = [getattr(tensor, "_local_tensor", tensor).untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in tensors if storage.nbytes()}.values())
+
+
+def count_update(config, settings, rows):
+    """Peak of a forward and backward pass over rows of the settings' lengths; gradients are there already."""
+    policy = make_policy(config, settings)
+    ids = torch.randint(0, config.vocab_size, (rows, settings.max_prompt_length + settings.max_completion_length))
+    ids = ids.split([settings.max_prompt_length, settings.max_completion_length], 1)
+
+    def run():
+        policy(ids[0], torch.ones_like(ids[0]), ids[1], torch.ones_like(ids[1]), 1.0)[0].sum().backward()
+
+    run()
+    return count_peak(run)
+
+
+# ---- what is there all the time
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+@pytest.mark.parametrize("rank", [0, 4])
+def test_bytes_of_weights_gradients_and_moments_are_exact(rank, precision, tied):
+    config, settings = make_config(tied=tied), make_settings(precision="bfloat16", lora_rank=rank)
+    settings.precision, settings.kl_coef = precision, 0.04
+    torch.manual_seed(0)
+    model = grpo.add_adapters(AutoModelForCausalLM.from_config(config), rank)
+    sampler = None if rank or precision == "float32" else grpo.make_sampler(model, CPU, precision)
+    policy = grpo.shard(grpo.LogprobModel(model).train(), CPU, precision)
+    reference = AutoModelForCausalLM.from_config(config).requires_grad_(False)
+    reference = grpo.shard(grpo.LogprobModel(reference), CPU, precision)
+    optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    trained = [weight for weight in policy.parameters() if weight.requires_grad]
+    for weight in trained:
+        weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    adapters = [weight for name, weight in policy.named_parameters() if "lora_" in name]
+    base = [weight for name, weight in policy.named_parameters() if "lora_" not in name]
+    moments = [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    counted = {"policy": count_bytes(base), "policy: AdamW": count_bytes(moments)}
+    if rank:
+        counted["policy: adapters"] = count_bytes(adapters)
+    else:
+        counted["reference"] = count_bytes(reference.parameters())
+        counted["sampler"] = count_bytes(sampler.parameters() if sampler else reference.parameters())
+    weights, gradients = memory.weight_bytes(memory.count_models(config, "grpo"), settings, ranks=1)
+    assert weights == counted
+    assert gradients == count_bytes(weight.grad for weight in trained)
+
+
+def test_ppo_has_a_value_model_and_a_reward_model_too():
+    config, settings = make_config(), make_settings("ppo_rlhf")
+    config.num_labels = 1
+    value_model = AutoModelForSequenceClassification.from_config(config)
+    weights, gradients = memory.weight_bytes(memory.count_models(config, "ppo_rlhf"), settings, ranks=1)
+    assert weights["value model"] == count_bytes(value_model.parameters())
+    scorer = ppo_rlhf.shard(ppo_rlhf.ScoreModel(value_model.requires_grad_(False)), CPU, "bfloat16")
+    assert weights["reward model"] == count_bytes(scorer.parameters())
+    assert gradients == weights["policy"] + weights["value model"]
+
+
+def test_ranks_share_all_but_the_sampler():
+    settings, models = make_settings(), memory.count_models(make_config(), "grpo")
+    (one, gradients), (four, quarter) = (memory.weight_bytes(models, settings, ranks) for ranks in (1, 4))
+    assert four == {name: size if name == "sampler" else size / 4 for name, size in one.items()}
+    assert quarter == gradients / 4
+
+
+# ---- what comes and goes
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("precision, rank", [("bfloat16", 0), ("bfloat16", 8), ("float32", 8)])
+@pytest.mark.parametrize("hidden, inner, layers, length", [(64, 256, 4, 128), (128, 320, 3, 256)])
+def test_activations_are_those_counted(hidden, inner, layers, length, precision, rank, checkpointing):
+    """Within 3 % under and 12 % over; the tokens are many, so that they outweigh all that does not grow with them."""
+    lengths = {"max_prompt_length": 4, "max_completion_length": length - 4, "microbatch_tokens": 2048}
+    settings = make_settings(lora_rank=rank, gradient_checkpointing=checkpointing, **lengths)
+    settings.precision = precision
+    config = make_config(hidden, inner, layers)
+    counted = count_update(config, settings, rows=2048 // length)
+    assert 0.97 < sum(memory.update_bytes(memory.count_models(config, "grpo"), settings, 1)) / counted < 1.12
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tokens", [64, 1024])
+def test_the_head_takes_what_was_counted(tokens, tied):
+    """With 64 tokens the gradients of the embedding, with 1,024 the chunks of logits are most of it."""
+    lengths = {"max_prompt_length": 1, "max_completion_length": 31, "microbatch_tokens": tokens}
+    settings = make_settings(**lengths)
+    config = make_config(hidden=256, inner=256, layers=1, vocab=20_000, tied=tied)
+    counted = count_update(config, settings, rows=tokens // 32)
+    assert 0.9 < sum(memory.update_bytes(memory.count_models(config, "grpo"), settings, 1)) / counted < 1.25
+
+
+@pytest.mark.parametrize("shared", [1, 4])
+@pytest.mark.parametrize("vocab, tokens", [(100, 96), (20_000, 8)])
+def test_the_rollout_takes_what_was_counted(vocab, tokens, shared):
+    """Once its cache is most of it, once its logits are."""
+    config = make_config(hidden=128, inner=128, layers=3, vocab=vocab, shared=shared)
+    torch.manual_seed(0)
+    sampler = grpo.make_sampler(AutoModelForCausalLM.from_config(config), CPU, "bfloat16")
+    prompts = torch.randint(2, 100, (8, 16)).repeat_interleave(4, 0)
+    mask = torch.ones_like(prompts)
+    mask[:4, :3] = 0  # without padding there would be no mask, and another path through attention
+    counted = count_peak(lambda: grpo.generate(sampler, prompts, mask, tokens, 1.0, [], 0))
+    lengths = {"max_prompt_length": 16, "max_completion_length": tokens}
+    settings = make_settings(prompts_per_step=8, group_size=4, **lengths)
+    settings.eval_prompts = 0
+    formula = sum(memory.rollout_bytes(memory.count_model(config), settings, 1))
+    assert 0.9 < formula / counted < 1.2
+
+
+# ---- the tool
+
+
+def test_parameters_are_those_of_the_published_models():
+    """Qwen2.5's model cards: 0.49, 1.54, 3.09 and 7.61 billion; outside the embedding 0.36, 1.31, 2.77 and 6.53."""
+    for name, total, rest in zip(memory.SHAPES, (0.49, 1.54, 3.09, 7.61), (0.36, 1.31, 2.77, 6.53)):
+        config = memory.load_config(name)
+        model = memory.count_model(config)
+        assert abs((model.blocks + model.root) / 1e9 - total) < 0.01
+        matrices = 1 if config.tie_word_embeddings else 2
+        assert abs((model.blocks + model.root - matrices * model.embedding) / 1e9 - rest) < 0.01
+
+
+def test_what_is_found_to_fit_fits_and_nothing_before_it_does():
+    config, settings = memory.load_config("Qwen2.5-1.5B"), make_settings()
+    fit = memory.find_fit(config, settings, 24)
+    assert max(memory.account(config, fit)[-1][1:]) <= 24e9 * memory.USABLE
+    assert max(memory.account(config, settings)[-1][1:]) > 24e9 * memory.USABLE
+    larger = memory.SimpleNamespace(**vars(fit) | {"rollout_batch_size": 2 * fit.rollout_batch_size})
+    assert memory.account(config, larger)[-1][1] > 24e9 * memory.USABLE
+    assert memory.find_fit(config, settings, 1) is None
+
+
+def test_command_line_says_what_fits(capsys, monkeypatch):
+    command = ["memory.py", "--model", "Qwen2.5-0.5B", "--gpu-gb", "16", "--max-completion-length", "512"]
+    monkeypatch.setattr(sys, "argv", command)
+    memory.main(memory.parse_args())
+    said = capsys.readouterr().out
+    assert "| key-value cache |" in said and "does not fit in 16 GB; what would: --gradient-checkpointing" in said
+    monkeypatch.setattr(sys, "argv", [*command, "--script", "dpo", "--group-size", "4"])
+    with pytest.raises(SystemExit, match="dpo.py has no --group-size"):
+        memory.main(memory.parse_args())
+
+
+def test_the_page_is_what_the_tool_writes(tmp_path, monkeypatch):
+    monkeypatch.undo()  # chunks as on a GPU
+    page = PAGE.read_text()
+    (tmp_path / "memory.md").write_text(page)
+    memory.write_page(tmp_path / "memory.md")
+    assert (tmp_path / "memory.md").read_text() == page, "python tools/memory.py --write docs/memory.md"

@@ -1,0 +1,163 @@
+"""Completions come from a sampler μ that is not quite π_old: what the weights of policy_loss make of it, exactly."""
+
+import functools
+import inspect
+import math
+
+import pytest
+import torch
+from test_gradients import COMPLETIONS, MAX_LENGTH, PROMPTS, TEMPERATURE, VOCAB_SIZE, exact_logprobs, gradient_of
+from tiny import PAD_ID, SCRIPTS, build_model, call_policy_loss, make_args, pad_right, relative_error
+
+import grpo
+import ppo_rlhf
+
+WEIGHTED = SCRIPTS | {"ppo_rlhf": ppo_rlhf}
+
+
+def perturbed(scale, seed):
+    model = build_model("llama", vocab_size=VOCAB_SIZE)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(scale * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return model
+
+
+@functools.cache
+def enumerate_completions(seed):
+    """{longest: what policy_loss takes for every completion of every prompt, at a policy that has left π_old, with the
+    exact probability of each under π_old and under μ, made by the seed}; longest 1 allows one token.
+    """
+    policy, old, mu, ref = (perturbed(*how) for how in ((0.0, 0), (0.01, 1), (0.03, seed), (0.05, 3)))
+    found = {"model": policy}
+    for longest in (1, MAX_LENGTH):
+        completions = [[token] for token in range(VOCAB_SIZE)] if longest == 1 else COMPLETIONS
+        ids, mask = pad_right(completions * len(PROMPTS), longest)
+        prompts = grpo.pad_left([prompt for prompt in PROMPTS for _ in completions], PAD_ID, "cpu")
+        logprobs, *others = (
+            grpo.token_logprobs(model, *prompts, ids, mask, TEMPERATURE)[0] for model in (policy, old, mu, ref)
+        )
+        old_logprobs, sampler_logprobs, ref_logprobs = (other.detach() for other in others)
+        row = torch.arange(len(ids))
+        found[longest] = {
+            "logprobs": logprobs,
+            "old_logprobs": old_logprobs,
+            "sampler_logprobs": sampler_logprobs,
+            "ref_logprobs": ref_logprobs,
+            "completion_mask": mask,
+            "advantages": ((ids.sum(1) * 7 + row) % 5).double() - 2.0,
+            "old": (old_logprobs * mask).sum(1).exp(),
+            "mu": (sampler_logprobs * mask).sum(1).exp(),
+        }
+    return found
+
+
+def expected_gradient(script, cases, longest, drawn_from, cap=math.inf, **replaced):
+    """Gradient of the mean of policy_loss over every completion, drawn from "old" or from "mu"."""
+    case = cases[longest] | replaced
+    if script is SCRIPTS["reinforce"]:  # which is on policy: π_old is the policy itself
+        case["old"] = (case["logprobs"].detach() * case["completion_mask"]).sum(1).exp()
+    if script is ppo_rlhf:  # a token has its own advantage
+        case["advantages"] = case["advantages"].unsqueeze(1) * torch.linspace(1, 0.5, case["logprobs"].shape[1])
+    keys = ("logprobs", "old_logprobs", "ref_logprobs", "sampler_logprobs", "advantages", "completion_mask")
+    args, total = make_args(script, sampler_weight_cap=cap), 0.0
+    for row, probability in enumerate(case[drawn_from]):
+        inputs = {key: case[key] if case[key] is None else case[key][row : row + 1] for key in keys}
+        total = total + probability * call_policy_loss(script, args, **inputs)[0]
+    return gradient_of(cases["model"], total)
+
+
+def whole_sequence(script, cases, longest):
+    """Log-probabilities of a sampler whose weight is, at every token, that of the whole completion."""
+    case = cases[longest]
+    old = case["logprobs"].detach() if script is SCRIPTS["reinforce"] else case["old_logprobs"]
+    log_weight = ((old - case["sampler_logprobs"]) * case["completion_mask"]).sum(1, keepdim=True)
+    return old - log_weight
+
+
+@pytest.fixture(scope="module")
+def cases():
+    return enumerate_completions(2)
+
+
+@pytest.fixture(params=WEIGHTED)
+def script(request):
+    return WEIGHTED[request.param]
+
+
+def test_probabilities_sum_to_1_and_differ(cases):
+    for longest in (1, MAX_LENGTH):
+        for name in ("old", "mu"):
+            torch.testing.assert_close(cases[longest][name].sum().item(), float(len(PROMPTS)))
+    assert (cases[MAX_LENGTH]["old"] - cases[MAX_LENGTH]["mu"]).abs().sum() > 0.1
+    assert exact_logprobs(cases["model"])[0].shape == cases[MAX_LENGTH]["logprobs"].shape
+
+
+def test_weight_of_the_whole_completion_gives_the_gradient_of_the_objective(script, cases):
+    exact = expected_gradient(script, cases, MAX_LENGTH, "old", sampler_logprobs=None)
+    sequence = whole_sequence(script, cases, MAX_LENGTH)
+    assert relative_error(expected_gradient(script, cases, MAX_LENGTH, "mu", sampler_logprobs=sequence), exact) < 1e-9
+
+
+def errors_of_four_samplers(script):
+    """Relative errors of the expected gradient, with weights and without, for each of four samplers."""
+    weighted, unweighted = [], []
+    for case in map(enumerate_completions, (2, 12, 22, 32)):
+        exact = expected_gradient(script, case, MAX_LENGTH, "old", sampler_logprobs=None)
+        weighted.append(relative_error(expected_gradient(script, case, MAX_LENGTH, "mu"), exact))
+        none = expected_gradient(script, case, MAX_LENGTH, "mu", sampler_logprobs=None)
+        unweighted.append(relative_error(none, exact))
+    return weighted, unweighted
+
+
+def test_token_weights_are_exact_for_one_token_and_reduce_the_error_of_longer_completions(script, cases):
+    """Reduce: over four samplers on average, not for each, and never to 0."""
+    exact = expected_gradient(script, cases, 1, "old", sampler_logprobs=None)
+    assert relative_error(expected_gradient(script, cases, 1, "mu"), exact) < 1e-9
+    assert relative_error(expected_gradient(script, cases, 1, "mu", sampler_logprobs=None), exact) > 1e-2
+    weighted, unweighted = errors_of_four_samplers(script)
+    assert min(weighted) > 1e-3
+    assert sum(weighted) < 0.75 * sum(unweighted)
+
+
+def test_weights_are_capped_and_old_calls_have_none(script, cases):
+    case = cases[MAX_LENGTH] | {"logprobs": cases[MAX_LENGTH]["logprobs"].detach()}
+    old = case["logprobs"] if script is SCRIPTS["reinforce"] else case["old_logprobs"]
+    assert {"sampler_logprobs", "sampler_weight_cap"} < {*inspect.signature(script.policy_loss).parameters}
+
+    def loss(sampler_logprobs, cap=2.0):
+        args = make_args(script, sampler_weight_cap=cap, kl_coef=0.0)
+        advantages = case["advantages"].unsqueeze(1).expand_as(old) if script is ppo_rlhf else case["advantages"]
+        inputs = case | {"advantages": advantages, "sampler_logprobs": sampler_logprobs}
+        del inputs["old"], inputs["mu"]
+        return call_policy_loss(script, args, **inputs)
+
+    plain, metrics = loss(None)
+    assert "policy/sampler_kl" not in metrics
+    assert loss(old)[0] == plain
+    torch.testing.assert_close(loss(old - math.log(1.5))[0], 1.5 * plain)
+    torch.testing.assert_close(loss(old - math.log(5))[0], 2 * plain)
+    torch.testing.assert_close(loss(old - math.log(5), 3.0)[0], 3 * plain)
+    torch.testing.assert_close(loss(old + math.log(5))[0], plain / 5)
+    kl = (5 - 1 - math.log(5)) * float(case["completion_mask"].sum())  # k3 of π_old against μ
+    assert loss(old - math.log(5))[1]["policy/sampler_kl"].item() == pytest.approx(kl, rel=1e-9)
+
+
+def test_on_one_process_in_float32_the_weight_is_1():
+    """The sampler is the policy itself, through its cache: what is left is float32's rounding, with alive weights."""
+    tokenizer = grpo.load_tokenizer(grpo.MODEL)
+    model, stop_ids = grpo.load_model(grpo.MODEL, tokenizer)
+    prompts, _, _ = grpo.load_prompts(grpo.DATASET, tokenizer, "", 32, 1)
+    torch.manual_seed(0)
+    args = grpo.resolve_args(grpo.Args())
+    batch, _ = grpo.sample_completions(model, tokenizer, prompts[:32], 8, 1.0, stop_ids, args)
+    logprobs = grpo.lookup_logprobs(grpo.LogprobModel(model), batch, torch.arange(256), 1024, 1.0)
+    weights = (logprobs - batch["sampler_logprobs"])[batch["completion_mask"] == 1].exp()
+    assert 0 < (weights - 1).square().mean().sqrt() < 1e-6 and (weights - 1).abs().max() < 1e-4
+
+
+if __name__ == "__main__":
+    for name, algorithm in WEIGHTED.items():
+        with_weights, without = map(sum, errors_of_four_samplers(algorithm))
+        print(f"{name:10} {without / 4:.3f} without weights, {with_weights / 4:.3f} with: {with_weights / without:.2f}")

@@ -1,0 +1,303 @@
+"""What a script needs of a GPU's memory, part by part, from the shape of the model; no weights are read.
+
+    python tools/memory.py --model Qwen2.5-1.5B --gpu-gb 24
+    python tools/memory.py --model path/to/folder --script ppo_rlhf --gradient-checkpointing --microbatch-tokens 4096
+    python tools/memory.py --write docs/memory.md
+
+Flags that are not given have the script's defaults for real models. GB are 1e9 bytes. The formulas are those of models
+built as Llama and Qwen2 are, every completion being as long as --max-completion-length lets it.
+"""
+
+import argparse
+import importlib
+import re
+import sys
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen2Config
+
+NAMES = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads vocab_size".split()
+SHAPES = {  # as published in their config.json; the last says whether the LM head is the embedding
+    "Qwen2.5-0.5B": (896, 4864, 24, 14, 2, 151936, True),
+    "Qwen2.5-1.5B": (1536, 8960, 28, 12, 2, 151936, True),
+    "Qwen2.5-3B": (2048, 11008, 36, 16, 2, 151936, True),
+    "Qwen2.5-7B": (3584, 18944, 28, 28, 4, 152064, False),
+}
+GPUS = (8, 16, 24, 48, 80, 141)  # GB
+USABLE = 0.94  # of a GPU's GB; the driver reports about 1.07, and its context and gaps between tensors want the rest
+SCRIPTS = ("grpo", "dr_grpo", "dapo", "gspo", "reinforce", "ppo_rlhf", "dpo", "reward_model", "sft")
+SETTINGS = {  # flags of the scripts that matter here, and what they are where a script lacks them
+    "precision": "bfloat16",
+    "lora_rank": 0,
+    "gradient_checkpointing": False,
+    "microbatch_tokens": 16384,
+    "rollout_batch_size": 0,
+    "prompts_per_step": 0,
+    "group_size": 1,
+    "eval_prompts": 0,
+    "max_prompt_length": 512,
+    "max_completion_length": 1024,
+    "kl_coef": 0.0,
+}
+CHUNK = 2**26 * 4  # bytes of a chunk of logits in head_logprobs on CUDA
+EVAL_SAMPLES = 4
+
+
+def load_config(name):
+    """The config of a shape named above, of a folder or config.json, or of a model of the hub."""
+    if name in SHAPES:
+        *sizes, tied = SHAPES[name]
+        return Qwen2Config(**dict(zip(NAMES, sizes)), tie_word_embeddings=tied)
+    return AutoConfig.from_pretrained(name).get_text_config()
+
+
+def read_settings(script, **given):
+    """The settings of a script: those given, and its defaults for real models."""
+    args = importlib.import_module(script).Args
+    own = {field.name: field.metadata.get("real", field.default) for field in fields(args)}
+    unknown = [name for name, value in given.items() if value is not None and name in SETTINGS and name not in own]
+    if unknown:
+        raise SystemExit(f"{script}.py has no --{unknown[0].replace('_', '-')}")
+    own["precision"] = SETTINGS["precision"]  # that of a GPU, wherever this runs
+    settings = SETTINGS | {name: value for name, value in own.items() if name in SETTINGS and value is not None}
+    return SimpleNamespace(script=script, **settings | {k: v for k, v in given.items() if v is not None})
+
+
+def count_model(config, kind=AutoModelForCausalLM):
+    """The sizes that the formulas below have, and numbers of parameters in the blocks and outside them."""
+    with torch.device("meta"):
+        model = kind.from_config(config)
+    blocks = [block for block in model.modules() if type(block).__name__ in model._no_split_modules]
+    linears = [layer for layer in blocks[0].modules() if type(layer) is nn.Linear]
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    in_blocks = sum(weight.numel() for block in blocks for weight in block.parameters())
+    return SimpleNamespace(
+        layers=len(blocks),
+        hidden=config.hidden_size,
+        inner=config.intermediate_size,
+        heads=heads,
+        queries=heads * head_dim,
+        keys=config.num_key_value_heads * head_dim,
+        blocks=in_blocks,
+        root=sum(weight.numel() for weight in model.parameters()) - in_blocks,
+        embedding=config.vocab_size * config.hidden_size,
+        vocab=config.vocab_size,
+        adapters=len(blocks) * sum(layer.in_features + layer.out_features for layer in linears),  # of rank 1
+    )
+
+
+def count_models(config, script):
+    """The models that a script trains, with their names: PPO a value model, too."""
+    scorer = AutoModelForSequenceClassification
+    if script == "reward_model":
+        return {"reward model": count_model(config, scorer)}
+    models = {"policy": count_model(config)}
+    return models | ({"value model": count_model(config, scorer)} if script == "ppo_rlhf" else {})
+
+
+def weight_bytes(models, settings, ranks):
+    """Bytes of what is there all the time, and of gradients, which are there during the update only."""
+    inside = 2 if settings.precision == "bfloat16" else 4
+    rows, gradients = {}, 0
+    for name, model in models.items():
+        total, frozen = model.blocks + model.root, inside * model.blocks + 4 * model.root
+        trained = settings.lora_rank * model.adapters or total
+        rows[name] = (frozen if settings.lora_rank else 4 * total) / ranks
+        if settings.lora_rank:
+            rows[f"{name}: adapters"] = 4 * trained / ranks
+        rows[f"{name}: AdamW"] = 8 * trained / ranks
+        gradients += 4 * trained / ranks
+        if name == "policy" and settings.kl_coef and not settings.lora_rank:
+            rows["reference"] = frozen / ranks
+        if name == "policy" and settings.prompts_per_step and not (settings.lora_rank and ranks == 1):
+            rows["sampler"] = frozen + inside * settings.lora_rank * model.adapters
+        if name == "value model":
+            rows["reward model"] = frozen / ranks
+    return rows, gradients
+
+
+def kept_per_token(model, settings):
+    """Bytes that a block keeps of a token for its backward pass, and further ones while that is at work."""
+    size, rank = (2 if settings.precision == "bfloat16" else 4), settings.lora_rank
+    mlp = 4 * size * model.inner  # gate, its SiLU, up, their product
+    attention = size * (2 * model.queries + 2 * model.keys) + 4 * model.heads  # query, key, value, output; log-sum
+    # Each norm keeps its input in float32, what it made of it, where its weight is trained, and its output.
+    norms = 2 * (4 * model.hidden + size * (1 if rank else 2) * model.hidden + 4)
+    thin = 7 * size * rank
+    return mlp + attention + norms + thin, size * (2 * model.inner + model.hidden)
+
+
+def update_bytes(models, settings, ranks):
+    """Bytes of activations that a microbatch keeps, and of what works on them when they are most."""
+    row = settings.max_prompt_length + settings.max_completion_length
+    tokens = max(settings.microbatch_tokens, 2 * row if settings.script == "dpo" else row)
+    size, kept, work = (2 if settings.precision == "bfloat16" else 4), 0, []
+    sharded = ranks > 1 or not settings.lora_rank  # FSDP then holds a copy of what it has gathered, on one GPU too
+    gathered = sum(4 * model.root for model in models.values()) if sharded else 0
+    for name, model in models.items():
+        whole, more = kept_per_token(model, settings)
+        kept += tokens * model.layers * (size * model.hidden if settings.gradient_checkpointing else whole)
+        gradient = 0 if settings.lora_rank else 4 * model.embedding
+        chunk = min(CHUNK, 4 * tokens * model.vocab)  # of logits, their softmax and what makes the entropy of it
+        head = gradient + max(gradient + 3 * chunk, 4 * chunk) if name == "policy" else gradient
+        work.append(gathered + head + 16 * tokens * model.hidden)
+        # The block's weights and gradients as it computes with them, and the gradients in float32.
+        block = (2 * size + 4) * model.blocks / model.layers if sharded else 0
+        again = whole if settings.gradient_checkpointing else 0
+        work.append(gathered + gradient + block + tokens * (again + more + 4 * model.hidden))
+    return kept, max(work)
+
+
+def rollout_bytes(model, settings, ranks):
+    """Bytes of the key-value cache of the rows decoded at once, and of what works on it when that is most."""
+    size = 2 if settings.precision == "bfloat16" else 4
+    cap = settings.rollout_batch_size or 10**9
+    prompts, held_out = settings.prompts_per_step // ranks, settings.eval_prompts // ranks
+    rows = min(cap, max(prompts * settings.group_size, held_out * EVAL_SAMPLES))
+    width = settings.max_prompt_length + settings.max_completion_length
+    cache = 2 * size * model.keys * model.layers * rows * width
+    logits = 4 * rows * model.vocab
+    # The keys of a layer are copied to make room for one more; a draw has logits, probabilities and their sums.
+    decoding = max(cache / model.layers / 2 + logits, 3 * logits) + 6 * 8 * rows * width  # ids, masks and positions
+    read = settings.max_prompt_length * max(min(cap // settings.group_size, prompts), min(cap, held_out))
+    prefill = read * (3 * size * model.inner + (size + 8) * model.hidden)
+    return cache, max(decoding, prefill - cache)
+
+
+def account(config, settings, ranks=1, models=None):
+    """Rows of (part, bytes in the rollout, bytes in the update), the last of which is their sum, the peak."""
+    models = models or count_models(config, settings.script)
+    weights, gradients = weight_bytes(models, settings, ranks)
+    rows = [(name, bytes_, bytes_) for name, bytes_ in weights.items()]
+    rows.append(("gradients", 0, gradients))
+    if settings.prompts_per_step:
+        cache, decoding = rollout_bytes(models["policy"], settings, ranks)
+        rows += [("key-value cache", cache, 0), ("decoding", decoding, 0)]
+    kept, work = update_bytes(models, settings, ranks)
+    rows += [("activations kept", 0, kept), ("head or block at work", 0, work)]
+    if not settings.prompts_per_step:
+        rows = [(name, 0, update) for name, _, update in rows]
+    return [*rows, ("peak", sum(row[1] for row in rows), sum(row[2] for row in rows))]
+
+
+def find_fit(config, settings, gpu_gb, ranks=1, models=None):
+    """The settings with which the peak fits, of a ladder from all of the model to adapters; None if none does."""
+    models = models or count_models(config, settings.script)
+    regimes = [{}] + [{"kl_coef": 0.0}] * bool(settings.kl_coef) + [{"lora_rank": 8}] * (not settings.lora_rank)
+    updates = [{}] + [{"gradient_checkpointing": True}] * (not settings.gradient_checkpointing)
+    updates += [updates[-1] | {"microbatch_tokens": n} for n in (8192, 4096, 2048) if n < settings.microbatch_tokens]
+    largest = settings.rollout_batch_size or 10**9
+    rollouts = [{}] + [{"rollout_batch_size": n} for n in (512, 256, 128, 64, 32) if n < largest]
+    for regime in regimes:
+        found = {}
+        for column, steps in ((1, rollouts if settings.prompts_per_step else [{}]), (2, updates)):
+            for step in steps:
+                tried = SimpleNamespace(**vars(settings) | regime | step)
+                if account(config, tried, ranks, models)[-1][column] <= USABLE * gpu_gb * 1e9:
+                    found[column] = step
+                    break
+        if len(found) == 2:
+            return SimpleNamespace(**vars(settings) | regime | found[1] | found[2])
+    return None
+
+
+def as_flags(settings, before):
+    """The flags that make settings of what they were before."""
+    changed = {name: value for name, value in vars(settings).items() if value != getattr(before, name)}
+    order = ("lora_rank", "kl_coef", "gradient_checkpointing", "microbatch_tokens", "rollout_batch_size")
+    words = [(name, "" if changed[name] is True else f" {changed[name]:g}") for name in order if name in changed]
+    return " ".join(f"--{name.replace('_', '-')}{value}" for name, value in words) or "as it is"
+
+
+def table(header, rows):
+    """A markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def in_gb(bytes_):
+    return f"{bytes_ / 1e9:.1f}" if bytes_ else ""
+
+
+def parts_table(script, **settings):
+    """The parts of all shapes with the same settings; a part that one phase alone has names it."""
+    columns, parts = [], {}
+    for name in SHAPES:
+        rows = account(load_config(name), read_settings(script, **settings))
+        *inner, (_, rollout, update) = rows
+        columns.append({part: max(first, second) for part, first, second in inner})
+        columns[-1] |= {"**peak of the rollout**": rollout, "**peak of the update**": update}
+        parts |= dict.fromkeys(columns[-1], "")
+        parts |= {part: " (rollout)" if first else " (update)" for part, first, second in inner if first != second}
+    rows = [[f"{part}{phase}", *(in_gb(column[part]) for column in columns)] for part, phase in parts.items()]
+    return table(["GB", *SHAPES], rows)
+
+
+def flags_table(script):
+    """What to add to a script's flags, by shape and GPU."""
+    settings, rows = read_settings(script), []
+    for name in SHAPES:
+        config = load_config(name)
+        models = count_models(config, script)
+        fits = [find_fit(config, settings, gpu, 1, models) for gpu in GPUS]
+        rows.append([name, *(f"`{as_flags(fit, settings)}`" if fit else "no" for fit in fits)])
+    text = table([f"`{script}.py`", *(f"{gpu} GB" for gpu in GPUS)], rows)
+    for flag in ("--gradient-checkpointing", "--microbatch-tokens", "--rollout-batch-size"):
+        text = text.replace(flag, flag[:3])
+    return text.replace("`as it is`", "as it is")
+
+
+def write_page(path):
+    """Put the tables into docs/memory.md, each between the comment that names it and the next."""
+    tables = {f"flags of {script}": flags_table(script) for script in ("grpo", "ppo_rlhf", "dpo")}
+    tables["parts of grpo"] = parts_table("grpo", gradient_checkpointing=True)
+    tables["parts with adapters"] = parts_table("grpo", gradient_checkpointing=True, lora_rank=8)
+    tables["parts of ppo_rlhf"] = parts_table("ppo_rlhf", gradient_checkpointing=True)
+    text = Path(path).read_text()
+    for name, lines in tables.items():
+        text = re.sub(rf"(<!-- {name} -->\n).*?(<!-- end -->)", rf"\1\n{lines}\n\n\2", text, flags=re.DOTALL)
+    Path(path).write_text(text)
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="Qwen2.5-0.5B", help=f"{', '.join(SHAPES)}, a folder or hub name")
+    parser.add_argument("--script", default="grpo", choices=SCRIPTS)
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs, over which torchrun shards")
+    parser.add_argument("--gpu-gb", type=float, help="say whether it fits, and if not, what would")
+    parser.add_argument("--write", metavar="PAGE", help="write the tables of docs/memory.md instead")
+    for name, value in SETTINGS.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is False:
+            parser.add_argument(flag, action="store_true", default=None)
+        else:
+            parser.add_argument(flag, type=type(value), help="as in the script, whose default it has")
+    return parser.parse_args()
+
+
+def main(args):
+    if args.write:
+        return write_page(args.write)
+    settings = read_settings(args.script, **{name: getattr(args, name) for name in SETTINGS})
+    config = load_config(args.model)
+    models = count_models(config, args.script)
+    for name, model in models.items():
+        print(f"{name}: {model.blocks / 1e6:.1f} M parameters in its blocks, {model.root / 1e6:.1f} M outside them")
+    rows = account(config, settings, args.ranks, models)
+    print(table(["GB", "rollout", "update"], [[name, in_gb(first), in_gb(second)] for name, first, second in rows]))
+    if args.gpu_gb:
+        peak, fit = max(rows[-1][1:]), find_fit(config, settings, args.gpu_gb, args.ranks, models)
+        answer = "fits" if peak <= USABLE * args.gpu_gb * 1e9 else "does not fit"
+        remedy = as_flags(fit, settings) if fit else "no flags of this script: more GPUs, or shorter completions"
+        print(f"{answer} in {args.gpu_gb:g} GB" + ("" if answer == "fits" else f"; what would: {remedy}"))
+
+
+if __name__ == "__main__":
+    main(parse_args())
