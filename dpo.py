@@ -95,7 +95,7 @@ class Args:
 
     # optimization
     num_steps: int | None = by_model(64, 1000)
-    """optimizer steps; with --resume, the new total (embedded: 64; real: 1000)"""
+    """optimizer steps (0 only evaluates); with --resume, the new total (embedded: 64; real: 1000)"""
     learning_rate: float | None = by_model(1e-4, 5e-7)
     """of AdamW (embedded: 1e-4; real: 5e-7, as the authors' code)"""
     warmup_steps: int | None = by_model(8, 150)
@@ -423,10 +423,12 @@ def check_args(args, world_size):
             raise SystemExit(f"{flag}: must be positive")
         if type(value) is float and not math.isfinite(value):
             raise SystemExit(f"{flag}: must be a finite number")
-        if type(value) in (int, float) and value < (name in at_least_1) and name != "seed":
+        if type(value) in (int, float) and value < (name in at_least_1) and name not in ("seed", "min_reward"):
             raise SystemExit(f"{flag}: must be at least {int(name in at_least_1)}")
         if name in ("prompts_per_step", "minibatch_size") and value % world_size:
             raise SystemExit(f"{flag} does not divide over {world_size} ranks")
+    if args.num_steps == args.eval_prompts == 0:
+        raise SystemExit("--num-steps 0 only evaluates, and --eval-prompts 0 leaves nothing to evaluate on")
     if args.precision not in ("bfloat16", "float32"):
         raise SystemExit(f"--precision {args.precision}: must be bfloat16 or float32")
     sizes = {name: getattr(args, name) for name in ("prompts_per_step", "group_size") if hasattr(args, name)}
@@ -1619,14 +1621,19 @@ def end_run(args, progress, stop_signals):
 def print_summary(args):
     """Print what improved, where the checkpoint is and how to go on."""
     lines = [json.loads(line) for line in Path(args.run_dir, "metrics.jsonl").read_text().splitlines()]
-    last_step = lines[-1]["step"]
-    seconds = sum(line.get("perf/step_seconds", 0.0) for line in lines)
-    rate = last_step * args.minibatch_size / max(seconds, 1e-9)
-    print(f"\n{last_step} steps in {seconds:.0f} s: {last_step * args.minibatch_size} pairs, {rate:.0f} a second")
+    print_work(args, lines, lines[-1]["step"] * args.minibatch_size, "pairs")
     names = {"eval/accuracy": "greedy accuracy", "eval/pass@1": "pass@1", "eval/pass@4": "pass@4"}
     names |= {"eval/pair_loss": "held-out loss", "eval/pair_accuracy": "held-out pairs told apart"}
     names |= {"eval/pair_chosen_log_ratio": "chosen: log-probability over reference"}
     print_ends(args, lines, names, "which --model and from_pretrained load")
+
+
+def print_work(args, lines, count, kind):
+    """Print how much was done, and how fast; with --num-steps 0, that the model was evaluated and that is all."""
+    seconds = sum(line.get("perf/step_seconds", 0.0) for line in lines)
+    rate = count / max(seconds, 1e-9)
+    done = f"{lines[-1]['step']} steps in {seconds:.0f} s: {count} {kind}, {rate:.0f} a second"
+    print(f"\n{done}" if args.num_steps else f"\n{args.model or 'the new model'}: evaluated only, with --num-steps 0")
 
 
 def print_ends(args, lines, names, use):
@@ -1637,7 +1644,8 @@ def print_ends(args, lines, names, use):
         if found:
             print(f"{name:{width}}{' -> '.join(found[:1] + found[1:][-1:])}")
     if not saved_steps(args.run_dir):
-        print("nothing was trained or saved: there is nothing to go on from")
+        if args.num_steps:
+            print("nothing was trained or saved: there is nothing to go on from")
         return
     print(f"checkpoint      {Path(args.run_dir, 'checkpoint')}, {use}")
     more = f" --num-steps {2 * args.num_steps}" if lines[-1]["step"] >= args.num_steps else ""

@@ -89,7 +89,7 @@ class Args:
 
     # rollout
     num_steps: int | None = by_model(40, 200)
-    """rollouts; with --resume, the new total (embedded: 40; real: 200)"""
+    """rollouts (0 only evaluates); with --resume, the new total (embedded: 40; real: 200)"""
     prompts_per_step: int | None = by_model(16, 64)
     """prompts per rollout, over all ranks (embedded: 16; real: 64)"""
     group_size: int = 8
@@ -402,10 +402,12 @@ def check_args(args, world_size):
             raise SystemExit(f"{flag}: must be positive")
         if type(value) is float and not math.isfinite(value):
             raise SystemExit(f"{flag}: must be a finite number")
-        if type(value) in (int, float) and value < (name in at_least_1) and name != "seed":
+        if type(value) in (int, float) and value < (name in at_least_1) and name not in ("seed", "min_reward"):
             raise SystemExit(f"{flag}: must be at least {int(name in at_least_1)}")
         if name in ("prompts_per_step", "minibatch_size") and value % world_size:
             raise SystemExit(f"{flag} does not divide over {world_size} ranks")
+    if args.num_steps == args.eval_prompts == 0:
+        raise SystemExit("--num-steps 0 only evaluates, and --eval-prompts 0 leaves nothing to evaluate on")
     if args.precision not in ("bfloat16", "float32"):
         raise SystemExit(f"--precision {args.precision}: must be bfloat16 or float32")
     sizes = {name: getattr(args, name) for name in ("prompts_per_step", "group_size") if hasattr(args, name)}
@@ -1556,12 +1558,18 @@ def end_run(args, progress, stop_signals):
 def print_summary(args):
     """Print what improved, how fast, where the checkpoint is and how to go on."""
     lines = [json.loads(line) for line in Path(args.run_dir, "metrics.jsonl").read_text().splitlines()]
-    seconds = sum(line.get("perf/step_seconds", 0.0) for line in lines)
     completions = sum(line.get("rollout/completions", 0) for line in lines)
-    rate = completions / max(seconds, 1e-9)
-    print(f"\n{lines[-1]['step']} steps in {seconds:.0f} s: {completions} completions, {rate:.0f} a second")
+    print_work(args, lines, completions, "completions")
     names = {"eval/accuracy": "greedy accuracy", "eval/pass@1": "pass@1", "eval/pass@4": "pass@4"}
     print_ends(args, lines, names | {"eval/reward": "reward"}, "which --model and from_pretrained load")
+
+
+def print_work(args, lines, count, kind):
+    """Print how much was done, and how fast; with --num-steps 0, that the model was evaluated and that is all."""
+    seconds = sum(line.get("perf/step_seconds", 0.0) for line in lines)
+    rate = count / max(seconds, 1e-9)
+    done = f"{lines[-1]['step']} steps in {seconds:.0f} s: {count} {kind}, {rate:.0f} a second"
+    print(f"\n{done}" if args.num_steps else f"\n{args.model or 'the new model'}: evaluated only, with --num-steps 0")
 
 
 def print_ends(args, lines, names, use):
@@ -1572,7 +1580,8 @@ def print_ends(args, lines, names, use):
         if found:
             print(f"{name:{width}}{' -> '.join(found[:1] + found[1:][-1:])}")
     if not saved_steps(args.run_dir):
-        print("nothing was trained or saved: there is nothing to go on from")
+        if args.num_steps:
+            print("nothing was trained or saved: there is nothing to go on from")
         return
     print(f"checkpoint      {Path(args.run_dir, 'checkpoint')}, {use}")
     more = f" --num-steps {2 * args.num_steps}" if lines[-1]["step"] >= args.num_steps else ""

@@ -82,7 +82,7 @@ class Args:
 
     # optimization
     num_steps: int | None = by_model(256, 1000)
-    """optimizer steps; with --resume, the new total, whose schedule it then follows (embedded: 256; real: 1000)"""
+    """optimizer steps (0 only evaluates); with --resume, total and schedule anew (embedded: 256; real: 1000)"""
     learning_rate: float | None = by_model(8e-4, 9e-6)
     """highest, of AdamW; falls to 0 on a cosine (embedded: 8e-4; real: 9e-6, as the paper)"""
     warmup_steps: int | None = by_model(10, 0)
@@ -344,10 +344,12 @@ def check_args(args, world_size):
             raise SystemExit(f"{flag}: must be positive")
         if type(value) is float and not math.isfinite(value):
             raise SystemExit(f"{flag}: must be a finite number")
-        if type(value) in (int, float) and value < (name in at_least_1) and name != "seed":
+        if type(value) in (int, float) and value < (name in at_least_1) and name not in ("seed", "min_reward"):
             raise SystemExit(f"{flag}: must be at least {int(name in at_least_1)}")
         if name in ("prompts_per_step", "minibatch_size") and value % world_size:
             raise SystemExit(f"{flag} does not divide over {world_size} ranks")
+    if args.num_steps == args.eval_prompts == 0:
+        raise SystemExit("--num-steps 0 only evaluates, and --eval-prompts 0 leaves nothing to evaluate on")
     if args.precision not in ("bfloat16", "float32"):
         raise SystemExit(f"--precision {args.precision}: must be bfloat16 or float32")
     sizes = {name: getattr(args, name) for name in ("prompts_per_step", "group_size") if hasattr(args, name)}
@@ -1197,10 +1199,7 @@ def print_summary(args):
     """Print what improved, by kind of pair and by confidence, where the checkpoint is and how to go on."""
     lines = [json.loads(line) for line in Path(args.run_dir, "metrics.jsonl").read_text().splitlines()]
     after = ([line for line in lines if "eval/pair_loss" in line] or [{}])[-1]
-    last_step = lines[-1]["step"]
-    seconds = sum(line.get("perf/step_seconds", 0.0) for line in lines)
-    rate = last_step * args.minibatch_size / max(seconds, 1e-9)
-    print(f"\n{last_step} steps in {seconds:.0f} s: {last_step * args.minibatch_size} pairs, {rate:.0f} a second")
+    print_work(args, lines, lines[-1]["step"] * args.minibatch_size, "pairs")
     if after:
         print("how sure      share of pairs   said   right")
     for name in (key.removesuffix("/share") for key in after if key.endswith("/share")):
@@ -1211,6 +1210,14 @@ def print_summary(args):
     print_ends(args, lines, names, "for ppo_rlhf.py --reward-model or from_pretrained")
 
 
+def print_work(args, lines, count, kind):
+    """Print how much was done, and how fast; with --num-steps 0, that the model was evaluated and that is all."""
+    seconds = sum(line.get("perf/step_seconds", 0.0) for line in lines)
+    rate = count / max(seconds, 1e-9)
+    done = f"{lines[-1]['step']} steps in {seconds:.0f} s: {count} {kind}, {rate:.0f} a second"
+    print(f"\n{done}" if args.num_steps else f"\n{args.model or 'the new model'}: evaluated only, with --num-steps 0")
+
+
 def print_ends(args, lines, names, use):
     """Print metrics of the first evaluation and of the last, where the checkpoint is, and the command that goes on."""
     width = max([16, *(len(name) + 1 for name in names.values())])
@@ -1219,7 +1226,8 @@ def print_ends(args, lines, names, use):
         if found:
             print(f"{name:{width}}{' -> '.join(found[:1] + found[1:][-1:])}")
     if not saved_steps(args.run_dir):
-        print("nothing was trained or saved: there is nothing to go on from")
+        if args.num_steps:
+            print("nothing was trained or saved: there is nothing to go on from")
         return
     print(f"checkpoint      {Path(args.run_dir, 'checkpoint')}, {use}")
     more = f" --num-steps {2 * args.num_steps}" if lines[-1]["step"] >= args.num_steps else ""

@@ -69,7 +69,9 @@ class Args:
     model: str | None = None
     """folder or hub name of a causal language model (default: the embedded one, from random weights)"""
     dataset: str | None = None
-    """json, jsonl, csv or parquet file, folder, or hub name as in org/name:config (default: data/addition/sft.jsonl)"""
+    """json, jsonl, csv, parquet file, folder, or hub name as in openai/gsm8k:main (default: data/addition/sft.jsonl)"""
+    min_reward: float | None = None
+    """rows whose column reward is lower, or empty, are dropped and counted (default: that column is not looked at)"""
     system_prompt: str = ""
     """system message put before every conversation that has none"""
     max_prompt_length: int | None = by_model(32, 1024)
@@ -79,7 +81,7 @@ class Args:
 
     # optimization
     num_steps: int | None = by_model(2200, 1000)
-    """optimizer steps; with --resume, the new total, whose schedule it then follows (embedded: 2200; real: 1000)"""
+    """optimizer steps (0 only evaluates); with --resume, total and schedule anew (embedded: 2200; real: 1000)"""
     learning_rate: float | None = by_model(3e-3, 1e-5)
     """highest, reached after the warm-up; falls to 0 on a cosine (embedded: 3e-3; real: 1e-5)"""
     warmup_steps: int | None = by_model(300, 50)
@@ -330,10 +332,12 @@ def check_args(args, world_size):
             raise SystemExit(f"{flag}: must be positive")
         if type(value) is float and not math.isfinite(value):
             raise SystemExit(f"{flag}: must be a finite number")
-        if type(value) in (int, float) and value < (name in at_least_1) and name != "seed":
+        if type(value) in (int, float) and value < (name in at_least_1) and name not in ("seed", "min_reward"):
             raise SystemExit(f"{flag}: must be at least {int(name in at_least_1)}")
         if name in ("prompts_per_step", "minibatch_size") and value % world_size:
             raise SystemExit(f"{flag} does not divide over {world_size} ranks")
+    if args.num_steps == args.eval_prompts == 0:
+        raise SystemExit("--num-steps 0 only evaluates, and --eval-prompts 0 leaves nothing to evaluate on")
     if args.precision not in ("bfloat16", "float32"):
         raise SystemExit(f"--precision {args.precision}: must be bfloat16 or float32")
     sizes = {name: getattr(args, name) for name in ("prompts_per_step", "group_size") if hasattr(args, name)}
@@ -476,25 +480,44 @@ def load_conversations(args, tokenizer):
     stop_ids = {find_turn_end(tokenizer), tokenizer.eos_token_id}
 
     def read(row):
+        if args.min_reward is not None and (refusal := refuse_reward(row, args.min_reward)):
+            return None, refusal
         ids, trained = encode_row(tokenizer, row, args.system_prompt, stop_ids)
         start = trained.index(True) if any(trained) else 0  # the first token has nothing to be predicted from
         if start == 0:
             return None, "dropped, without a token to train"
         if start > args.max_prompt_length or len(ids) - start > args.max_completion_length:
             return None, f"dropped, longer than {args.max_prompt_length} + {args.max_completion_length} tokens"
-        return {"ids": ids, "trained": trained, "start": start}, None
+        by_answer = row.get("messages") is None and "completion" not in row
+        remark = "trained on their answer: there is no column completion" if by_answer else None
+        return {"ids": ids, "trained": trained, "start": start}, remark
 
     return load_rows(args.dataset, args.eval_prompts, read)
 
 
+def refuse_reward(row, min_reward):
+    """Return why a row is dropped for its reward, or None."""
+    if "reward" not in row:
+        raise ValueError(f"--min-reward needs a column reward; found {', '.join(row)}")
+    reward = row["reward"]
+    if isinstance(reward, bool) or not isinstance(reward, int | float | None):
+        raise ValueError(f"reward must be a number, not {reward!r:.80}")
+    if reward is None or reward != reward:  # nan is unequal to itself
+        return "dropped, without reward"
+    return f"dropped, of a reward below {min_reward:g}" if reward < min_reward else None
+
+
 def encode_row(tokenizer, row, system_prompt, stop_ids):
-    """Return the ids of a row, {prompt, completion} or {messages}, and which of them are trained."""
+    """Return the ids of a row, a prompt and its completion or {messages}, and which of them are trained."""
     messages = as_messages(row.get("messages"), "messages", None)
     if row.get("messages") is None:
-        if not {"prompt", "completion"} <= {*row}:
-            raise ValueError(f"needs the columns prompt and completion, or messages; found {', '.join(row)}")
-        prompt = as_messages(row["prompt"], "prompt")
-        completion = as_messages(row["completion"], "completion", "assistant")
+        prompts = [name for name in ("prompt", "question", "problem") if name in row]
+        completions = [name for name in ("completion", "answer", "solution") if name in row]
+        if not prompts or not completions:
+            wanted = "a column prompt, question or problem and a column completion, answer or solution, or messages"
+            raise ValueError(f"needs {wanted}; found {', '.join(row)}")
+        prompt = as_messages(row[prompts[0]], prompts[0])
+        completion = as_messages(row[completions[0]], completions[0], "assistant")
         messages = prompt + completion if prompt and completion else []
     if not messages:
         return [], []
@@ -1274,12 +1297,17 @@ def end_run(args, progress, stop_signals):
 def print_summary(args):
     """Print what improved, how fast, where the checkpoint is and how to go on."""
     lines = [json.loads(line) for line in Path(args.run_dir, "metrics.jsonl").read_text().splitlines()]
-    last_step = lines[-1]["step"]
-    seconds = sum(line.get("perf/step_seconds", 0.0) for line in lines)
-    rate = last_step * args.minibatch_size / max(seconds, 1e-9)
-    print(f"\n{last_step} steps in {seconds:.0f} s: {last_step * args.minibatch_size} rows, {rate:.0f} a second")
+    print_work(args, lines, lines[-1]["step"] * args.minibatch_size, "rows")
     names = {"eval/loss": "held-out loss, in nats a token"}
     print_ends(args, lines, names, "which --model and from_pretrained load")
+
+
+def print_work(args, lines, count, kind):
+    """Print how much was done, and how fast; with --num-steps 0, that the model was evaluated and that is all."""
+    seconds = sum(line.get("perf/step_seconds", 0.0) for line in lines)
+    rate = count / max(seconds, 1e-9)
+    done = f"{lines[-1]['step']} steps in {seconds:.0f} s: {count} {kind}, {rate:.0f} a second"
+    print(f"\n{done}" if args.num_steps else f"\n{args.model or 'the new model'}: evaluated only, with --num-steps 0")
 
 
 def print_ends(args, lines, names, use):
@@ -1290,7 +1318,8 @@ def print_ends(args, lines, names, use):
         if found:
             print(f"{name:{width}}{' -> '.join(found[:1] + found[1:][-1:])}")
     if not saved_steps(args.run_dir):
-        print("nothing was trained or saved: there is nothing to go on from")
+        if args.num_steps:
+            print("nothing was trained or saved: there is nothing to go on from")
         return
     print(f"checkpoint      {Path(args.run_dir, 'checkpoint')}, {use}")
     more = f" --num-steps {2 * args.num_steps}" if lines[-1]["step"] >= args.num_steps else ""

@@ -8,8 +8,6 @@
 set -e
 cd "$(dirname "$0")/.."
 export OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1
-# Half an hour later is a bad time to learn that the pictures cannot be drawn.
-python -c "import matplotlib" || { echo "first: pip install -r benchmark/requirements.txt"; exit 1; }
 folder=${1:-runs/curves}
 mkdir -p "$folder"
 for seed in 1 2 3 4 5; do

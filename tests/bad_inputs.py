@@ -142,6 +142,7 @@ def numeric_fields(script, root):
 POSITIVE = {"prompts_per_step", "group_size", "max_prompt_length", "max_completion_length", "minibatch_size"}
 POSITIVE |= {"microbatch_tokens", "update_epochs", "max_rounds", "eval_every", "save_every", "temperature", "beta"}
 POSITIVE |= {"learning_rate", "value_learning_rate", "max_grad_norm", "sampler_weight_cap"}
+SIGNED = {"min_reward"}
 
 
 def flag(name):
@@ -155,7 +156,8 @@ def setting_cases(root):
         for name, is_float in numeric_fields(script, root):
             values = [math.nan] if is_float else []
             if name not in seen:
-                values += [math.inf] * is_float + [-1.0 if is_float else -1] + ([0] if name in POSITIVE else [])
+                values += [math.inf] * is_float + [-1.0 if is_float else -1] * (name not in SIGNED)
+                values += [0] * (name in POSITIVE)
             seen.add(name)
             for value in values:
                 words = (flag(name), "must be|must not|at least|finite|number")
@@ -200,6 +202,7 @@ def setting_cases(root):
     for script, bad, value in (
         ("grpo", "--precision", "float16"),
         ("sft", "--precision", ""),
+        ("sft", "--min-reward", "right"),
         ("dpo", "--precision", "8"),
         ("reward_model", "--lora-rank", "-1"),
         ("ppo_rlhf", "--lora-rank", "1.5"),
@@ -297,7 +300,6 @@ def file_cases():
         ("gspo", "chats", ("prompt", "found messages")),
         ("dpo", "prompts", ("chosen", "found prompt, answer")),
         ("reward_model", "chats", ("chosen", "found messages")),
-        ("sft", "prompts", ("completion", "found prompt, answer")),
         ("sft", "pairs", ("completion", "found prompt, chosen, rejected")),
         ("ppo_rlhf", "chats", ("prompt", "found messages")),
     ):
@@ -383,6 +385,11 @@ def row_cases():
         number += 1
     rows = seventh("chats", {"messages": "hi"})
     yield Case("sft", "rows", "messages a string", (*at, "messages"), prepare=dataset("bad.jsonl", rows))
+    sampled = {"prompt": "1+1=", "completion": "=2", "reward": 1.0}
+    for name, value in {"a word": "good", "a list": [1.0], "an object": {"a": 1}}.items():
+        rows = [*[sampled] * 6, {**sampled, "reward": value}, *[sampled] * 5]
+        words, prepare = (*at, "reward|number|object"), dataset("bad.jsonl", rows)
+        yield Case("sft", "rows", f"--min-reward: a reward {name}", words, {"min_reward": 1.0}, prepare)
     rows = seventh("pairs", {"prompt": "1+1=", "chosen": [assistant("2")], "rejected": "3"})
     for script in PAIRED:
         words = (*at, "chosen|rejected")
@@ -431,9 +438,21 @@ def whole_file_cases():
         ("sft", "no assistant's turn", {"messages": [user("1+1="), user("2")]}, ("train|assistant",)),
         ("sft", "no messages", {"messages": []}, ("train|messages",)),
         ("sft", "completions too long", {"prompt": "1", "completion": "1" * 99}, ("longer|too long",)),
+        ("sft", "answers empty", {"question": "1+1=", "answer": ""}, ("0 training rows", "token to train")),
+        ("sft", "answers numbers", {"question": "1+1=", "answer": 2}, ("row 1", "answer must be a text")),
+        ("sft", "questions without answers", {"question": "1+1=", "score": 1}, ("completion", "found question, score")),
+        ("sft", "solutions without problems", {"solution": "2"}, ("prompt", "found solution")),
     ):
         words = ("--dataset", "bad.jsonl", *words)
         yield Case(script, "rows", name, words, prepare=dataset("bad.jsonl", [row] * 12))
+    for name, reward, words in (
+        ("too low", {"reward": 0.5}, ("0 training rows", "reward below 1")),
+        ("null", {"reward": None}, ("0 training rows", "without reward")),
+        ("bools", {"reward": True}, ("row 1", "reward must be a number")),
+        ("missing", {}, ("--min-reward", "column reward", "found prompt, completion")),
+    ):
+        words, rows = ("--dataset", "bad.jsonl", *words), [{"prompt": "1+1=", "completion": "2", **reward}] * 12
+        yield Case("sft", "rows", f"--min-reward: {name}", words, {"min_reward": 1.0}, dataset("bad.jsonl", rows))
     rows = [{"prompt": row["prompt"]} for row in GOOD["prompts"]]
     for script in (*ONLINE, "ppo_rlhf"):
         settings = {"reward_model": "none"} if script == "ppo_rlhf" else {}

@@ -111,6 +111,7 @@ SHARED = [
     ("show_step", ALL),
     ("save", ALL),
     ("end_run", ALL),
+    ("print_work", ALL),
     ("print_ends", ALL),
     ("print_summary", ONLINE),
 ]

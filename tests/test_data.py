@@ -94,16 +94,24 @@ def test_the_test_split_goes_before_the_validation_split(tmp_path):
 
 
 def write_hub_folder(folder, configs):
-    """A folder as a clone of a hub data set: its README.md names the configs and their files."""
+    """A folder as a clone of a hub data set, of {config: {split: rows}}: its README.md names configs and files."""
     lines = ["---", "configs:"]
-    for config in configs:
+    for config, splits in configs.items():
         lines += [f"- config_name: {config}", "  data_files:"]
-        for split in ("train", "test"):
-            rows = [{"question": f"{config} {split} {i}", "answer": f"#### {i}"} for i in range(1, 5)]
-            write_rows(folder / config / f"{split}-00000.parquet", rows)
+        for split, rows in splits.items():
+            write_rows(folder / config / f"{split}-00000-of-00001.parquet", rows)
             lines += [f"  - split: {split}", f"    path: {config}/{split}-*"]
     (folder / "README.md").write_text("\n".join([*lines, "---", "# A data set"]))
     return str(folder)
+
+
+def numbered(configs):
+    """{config: {split: four rows of its name}}"""
+    numbers, splits = range(1, 5), ("train", "test")
+    return {
+        config: {s: [{"question": f"{config} {s} {i}", "answer": f"#### {i}"} for i in numbers] for s in splits}
+        for config in configs
+    }
 
 
 @pytest.mark.parametrize(
@@ -116,7 +124,7 @@ def write_hub_folder(folder, configs):
     ],
 )
 def test_config_of_a_hub_folder(tmp_path, configs, suffix, expected):
-    dataset = write_hub_folder(tmp_path / "hub", configs) + suffix
+    dataset = write_hub_folder(tmp_path / "hub", numbered(configs)) + suffix
     train, held_out = grpo.load_splits(dataset, 2)
     assert prompts_of(train, "question") == [f"{expected} train {i}" for i in range(1, 5)]
     assert prompts_of(held_out, "question") == [f"{expected} test {i}" for i in range(1, 3)]
@@ -124,7 +132,7 @@ def test_config_of_a_hub_folder(tmp_path, configs, suffix, expected):
 
 @pytest.mark.parametrize("suffix", ["", ":unknown"])
 def test_a_config_that_cannot_be_chosen_exits_with_the_list(tmp_path, suffix):
-    dataset = write_hub_folder(tmp_path / "hub", ["algebra", "geometry"]) + suffix
+    dataset = write_hub_folder(tmp_path / "hub", numbered(["algebra", "geometry"])) + suffix
     with pytest.raises(SystemExit, match="algebra, geometry"):
         grpo.load_splits(dataset, 2)
 

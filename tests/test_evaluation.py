@@ -1,8 +1,10 @@
 """What evaluate counts: accuracy and pass@k by the rule, whatever the reward is; of PPO also score and penalty."""
 
+import importlib
 import inspect
 import json
 from itertools import combinations
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +14,7 @@ from tiny import SCRIPTS as ONLINE
 import dpo
 import ppo_rlhf
 
+ROOT = Path(dpo.__file__).parent
 SCRIPTS = ONLINE | {"dpo": dpo, "ppo_rlhf": ppo_rlhf}
 SAMPLES = [[0, 0, 0, 0], [0, 1, 0, 0], [1, 0, 0, 1], [1, 1, 0, 1], [1, 1, 1, 1], [0, 0, 1, 0], [0.5, 0.5, 0, 0.5]]
 GREEDY = [0, 1, 0.5, 1, 0.9, 0.1, 1]  # 1 is right
@@ -137,3 +140,27 @@ def test_the_penalty_is_in_units_of_the_normalised_score(monkeypatch, penalty, s
     scores = ppo_rlhf.score_batch(object() if scored else None, batch, policy, args)
     expected = [1.0, 0.0 - penalty, -1.0 - penalty] if scored else [1.0, 0.0 - penalty, 0.5 - penalty]
     assert scores.tolist() == expected
+
+
+@pytest.mark.parametrize("name", ["grpo", "dpo", "ppo_rlhf", "reward_model", "sft"])
+def test_no_steps_evaluate_a_checkpoint_and_the_summary_says_so(name, tmp_path, capsys):
+    script, run = importlib.import_module(name), tmp_path / "run"
+    model = {"model": str(ROOT / "models" / "tiny")} if name == "sft" else {}
+    script.main(script.Args(num_steps=0, eval_prompts=4, run_dir=str(run), **model))
+    output = capsys.readouterr().out
+    given = json.loads((run / "args.json").read_text())["model"]
+    assert f"\n{given}: evaluated only, with --num-steps 0\n" in output
+    assert "to go on" not in output and "nothing was trained" not in output and "0 steps" not in output
+    [line] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert line["step"] == 0 and any(key.startswith("eval/") for key in line)
+    assert not (run / "checkpoint").exists() and not [*(run / "state").glob("*")]
+    if "eval/accuracy" in line and name != "dpo":
+        rows = [json.loads(row) for row in (run / "eval_samples.jsonl").read_text().splitlines()]
+        right = [script.is_right(row["completion"], str(eval(row["prompt"].rstrip("=")))) for row in rows]
+        assert len(right) == 4 and line["eval/accuracy"] == sum(right) / 4
+
+
+def test_no_steps_and_nothing_to_evaluate_on_is_refused(tmp_path):
+    with pytest.raises(SystemExit, match="--num-steps 0 only evaluates, and --eval-prompts 0"):
+        dpo.main(dpo.Args(num_steps=0, eval_prompts=0, run_dir=str(tmp_path / "run")))
+    assert not (tmp_path / "run").exists()

@@ -168,7 +168,7 @@ def test_the_command_is_torchruns_where_that_was_used(monkeypatch):
 def test_a_run_of_one_evaluation_has_no_arrow(tmp_path, capsys):
     grpo.main(grpo.Args(run_dir=str(tmp_path / "run"), **SMALL | {"num_steps": 0}))
     text = capsys.readouterr().out
-    assert "->" not in text and "greedy accuracy" in text and "nothing to go on from" in text
+    assert "->" not in text and "greedy accuracy" in text and "evaluated only" in text and "to go on" not in text
 
 
 # ---- one folder, one process

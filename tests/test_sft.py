@@ -4,8 +4,11 @@ import json
 import math
 import re
 
+import datasets
 import pytest
 import torch
+from test_data import write_hub_folder
+from test_models import FORMS, make_folder, make_tokenizer
 from transformers import AutoModelForCausalLM
 
 import grpo
@@ -193,7 +196,9 @@ def test_rows_too_long_or_without_completion_are_dropped_and_counted(tmp_path, c
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"text": "1"}] * 5, "needs the columns prompt and completion, or messages; found text"),
+        ([{"text": "1"}] * 5, "needs a column prompt, question or problem and a .* or messages; found text"),
+        ([{"prompt": "1+1=", "ground_truth": "2"}] * 5, "completion, answer or solution, .*found prompt, ground_truth"),
+        ([{"completion": "2"}] * 5, "needs a column prompt, question or problem .*found completion"),
         (
             [{"messages": [{"role": "user", "content": "1"}]}] * 5,
             "0 training rows .*; 3 dropped, without a token to train",
@@ -247,6 +252,82 @@ def test_chats_that_the_template_refuses_or_that_are_empty_are_dropped_and_count
         tokenizer.chat_template = template
     reasons = r"; 1 dropped, refused by the chat template \(two in a row\); 1 dropped, without a token to train\n"
     assert len(train) == 1 and re.search(f"^1 training rows .*{reasons}1 held-out rows", report)
+
+
+# ---- columns and rewards
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"question": "1+1=", "answer": "2"},
+        {"problem": "1+1=", "solution": "2"},
+        {"prompt": "1+1=", "question": "9", "problem": "9", "completion": "2", "answer": "9", "solution": "9"},
+        {"question": "1+1=", "problem": "9", "answer": "2", "solution": "9"},
+    ],
+)
+def test_names_of_columns(embedded, row):
+    _, tokenizer, stop_ids = embedded
+    ids, trained = sft.encode_row(tokenizer, row, "", stop_ids)
+    assert tokenizer.decode(ids) == "<|user|>1+1=<|assistant|>2<|end|>"
+    assert trained_text(tokenizer, ids, trained) == "2<|end|>"
+
+
+def test_gsm8k_as_the_hub_has_it_is_trained_on_its_answers_as_they_stand(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    rows = [json.loads(line) for line in (sft.HERE / "tests" / "data" / "gsm8k_20.jsonl").read_text().splitlines()]
+    write_hub_folder(tmp_path / "openai" / "gsm8k", {"main": {"train": rows[:15], "test": rows[15:]}})
+    tokenizer = make_tokenizer(*FORMS["chatml"])
+    folder = make_folder(tmp_path / "model", tokenizer)
+    flags = {"max_completion_length": 1000, "minibatch_size": 2, "num_steps": 1, "eval_prompts": 5}
+    seen, collate = [], sft.collate
+    monkeypatch.setattr(sft, "collate", lambda rows, *rest: seen.extend(rows) or collate(rows, *rest))
+    assert run(tmp_path, model=folder, dataset="openai/gsm8k:main", **flags)[-1]["loss/nll"] > 0
+    remark = "trained on their answer: there is no column completion"
+    data = json.loads((tmp_path / "run" / "args.json").read_text())["run"]["data"]
+    assert re.match(rf"15 training rows \(\w+\); 15 {remark}$", data[0])
+    assert re.match(rf"5 held-out rows \(\w+\); 5 {remark}$", data[1])
+    texts = {trained_text(tokenizer, row["ids"], row["trained"]) for row in seen}
+    assert texts < {row["answer"] + "<|im_end|>" for row in rows} and len(texts) == 7
+    assert any("<<" in text and "\n#### " in text for text in texts)
+
+
+def write_rewarded(path, rewards):
+    row = {"prompt": "1+1=", "completion": "2"}
+    return write_rows(path, [row if reward == "none" else {**row, "reward": reward} for reward in rewards])
+
+
+@pytest.mark.parametrize(
+    "min_reward, dropped",
+    [
+        (1, "; 2 dropped, without reward; 3 dropped, of a reward below 1"),
+        (0.5, "; 2 dropped, without reward; 2 dropped, of a reward below 0.5"),
+        (-0.5, "; 2 dropped, without reward; 1 dropped, of a reward below -0.5"),
+        (None, ""),
+    ],
+)
+def test_rows_of_too_low_a_reward_or_of_none_are_dropped_and_counted(tmp_path, min_reward, dropped):
+    dataset = write_rewarded(tmp_path / "rows.jsonl", [1.0, None, 0.5, -0.5, -0.75, 2.5, float("nan"), 1.0, 1.0, 1.0])
+    run(tmp_path, dataset=dataset, min_reward=min_reward)
+    said = json.loads((tmp_path / "run" / "args.json").read_text())["run"]["data"][0]
+    count = 8 - sum(map(int, re.findall(r"(\d+) dropped", dropped)))
+    assert re.sub(r" \(\w+\)", "", said) == f"{count} training rows{dropped}"
+
+
+@pytest.mark.parametrize(
+    "rewards, message",
+    [
+        (["none"] * 4, "training row 1: --min-reward needs a column reward; found prompt, completion"),
+        (["1", "1", "1", "1"], "training row 1: reward must be a number, not '1'"),
+        ([True] * 4, "training row 1: reward must be a number, not True"),
+        ([0] * 4, "0 training rows .*; 2 dropped, of a reward below 1"),
+    ],
+)
+def test_what_min_reward_cannot_use_is_one_line(tmp_path, rewards, message):
+    with pytest.raises(SystemExit, match=message) as error:
+        run(tmp_path, dataset=write_rewarded(tmp_path / "rows.jsonl", rewards), min_reward=1.0)
+    assert "\n" not in str(error.value) and not (tmp_path / "run").exists()
 
 
 def test_ordinary_tokens_survive_decoding(embedded):

@@ -1,0 +1,426 @@
+"""What happens on the embedded task when an implementation detail is done otherwise, in each of the nine scripts.
+
+    python benchmark/details.py [SCRIPT ...] [--seeds 1 2] [--only NAME]        (default: all nine, seed 1)
+
+Every run is a process of its own with one thread, of the script as DETAILS edits it. Finished runs are added to
+benchmark/results/details.csv and not made again; benchmark/results/details.md is written from it after each.
+"""
+
+import argparse
+import csv
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmark" / "results"
+AS_IT_IS = "as it is"
+
+# 5 is <|end|>, the stop token of models/tiny.
+MASK = '            part["completion_mask"],\n            args.clip_eps'
+NO_STOP = (MASK, MASK.replace("],\n", '] * (part["completion_ids"] != 5),\n'))
+SUM_OF_TOKENS = "loss = torch.where(mask, token_loss, 0.0).sum()"
+MEANS_OF_COMPLETIONS = "loss = (torch.where(mask, token_loss, 0.0).sum(1) / mask.sum(1).clamp(min=1)).sum()"
+PER_COMPLETION = "divisors.append(args.minibatch_size)  # a mean over completions"
+PER_TOKEN = 'divisors.append(max(1, all_reduce(batch["completion_mask"][rows].sum())))'
+OLD_LOGPROBS = "lookup_logprobs(policy, batch, later_rows, args.microbatch_tokens, args.temperature)"
+OLD_OF_SAMPLER = [
+    (OLD_LOGPROBS, 'batch["sampler_logprobs"]'),
+    ('logprobs.detach() if on_policy else part["old_logprobs"]', 'part["old_logprobs"]'),
+]
+CENTRED = "advantages = groups - groups.mean(1, keepdim=True)"
+VALUES = "values = (token_values(self.value_model, *inputs) - self.score_mean) / self.score_std"
+
+# {script: {name of the detail: (flags, [(what is replaced, by what), ...])}}
+DETAILS = {
+    "grpo": {
+        AS_IT_IS: ("", []),
+        "stop token not trained": ("", [NO_STOP]),
+        "one optimizer step per rollout": ("--minibatch-size 128", []),
+        "one mean over all tokens": (
+            "",
+            [
+                ("(torch.where(mask, token_loss, 0.0).sum(1) / lengths).sum()", SUM_OF_TOKENS[7:]),
+                ("(weight * token_kl / lengths.unsqueeze(1)).sum()", "(weight * token_kl).sum()"),
+                (PER_COMPLETION, PER_TOKEN),
+            ],
+        ),
+        "no KL term": ("--kl-coef 0", []),
+        "KL term with the wrong sign": ("", [("loss = loss + kl_coef * kl", "loss = loss - kl_coef * kl")]),
+        "as it is, --temperature 0.7": ("--temperature 0.7", []),
+        "--temperature 0.7, log-probabilities at 1": (
+            "--temperature 0.7",
+            [
+                ('part["completion_mask"], args.temperature\n', 'part["completion_mask"], 1.0\n'),
+                (OLD_LOGPROBS, OLD_LOGPROBS.replace("args.temperature", "1.0")),
+                (
+                    "lookup_logprobs(ref, batch, orders[0], args.microbatch_tokens, args.temperature)",
+                    "lookup_logprobs(ref, batch, orders[0], args.microbatch_tokens, 1.0)",
+                ),
+                ('part.get("sampler_logprobs"),', "None,"),  # the sampler's weight would mend it
+            ],
+        ),
+        "std with ddof 0": ("", [("keepdim=True, correction=min(1, group_size - 1)", "keepdim=True, correction=0")]),
+    },
+    "reinforce": {
+        AS_IT_IS: ("", []),
+        "--baseline none": ("--baseline none", []),
+        "--baseline none, rewards -1 and 1": (
+            "--baseline none",
+            [("return float(is_right(completion, answer))", "return 2.0 * is_right(completion, answer) - 1")],
+        ),
+        "--baseline group_mean": ("--baseline group_mean", []),
+        "mean over a completion's tokens": (
+            "",
+            [("(weight * logprobs).sum(1)", "(weight * logprobs).sum(1) / mask.sum(1).clamp(min=1)")],
+        ),
+        "stop token not trained": (
+            "",
+            [
+                (
+                    'logprobs, part["advantages"], part["completion_mask"],',
+                    'logprobs, part["advantages"], part["completion_mask"] * (part["completion_ids"] != 5),',
+                )
+            ],
+        ),
+    },
+    "dr_grpo": {
+        AS_IT_IS: ("", []),
+        "divided by the own length": ("", [(f"{SUM_OF_TOKENS} / max_completion_length", MEANS_OF_COMPLETIONS)]),
+        "divided by the std": (
+            "",
+            [(CENTRED, f"{CENTRED[:13]}({CENTRED[13:]}) / (groups.std(1, keepdim=True) + 1e-4)")],
+        ),
+        "divided by the longest of the microbatch": (
+            "",
+            [(f"{SUM_OF_TOKENS} / max_completion_length", f"{SUM_OF_TOKENS} / mask.sum(1).max().clamp(min=1)")],
+        ),
+        "truncated completions keep their reward": (
+            "",
+            [
+                (
+                    "return torch.where(truncated, lowest, rewards)",
+                    "return torch.where(truncated & False, lowest, rewards)",
+                )
+            ],
+        ),
+    },
+    "dapo": {
+        AS_IT_IS: ("", []),
+        "--clip-eps-high 0.2": ("--clip-eps-high 0.2", []),
+        "no dynamic sampling": (
+            "",
+            [("return (groups != groups[:, :1]).any(1)", "return torch.ones_like(groups[:, 0], dtype=torch.bool)")],
+        ),
+        "mean per completion": (
+            "",
+            [
+                (f"{SUM_OF_TOKENS}\n", f"{MEANS_OF_COMPLETIONS}\n"),
+                (f"{PER_TOKEN}  # a mean over tokens", PER_COMPLETION),
+            ],
+        ),
+        "--overlong-buffer 0": ("--overlong-buffer 0", []),
+        "rewards 0 and 1": ("", [('2 * batch["rewards"] - 1 + penalty', 'batch["rewards"] + penalty')]),
+    },
+    "gspo": {
+        AS_IT_IS: ("", []),
+        "ratio per token, same clip range": (
+            "",
+            [
+                (
+                    "lengths = mask.sum(1).clamp(min=1)  # (B,)\n",
+                    "lengths = mask.sum(1).clamp(min=1)  # (B,)\n    advantages = advantages.unsqueeze(1)\n",
+                ),
+                ("ratio = (log_ratio.sum(1) / lengths).exp()", "ratio = log_ratio.exp()"),
+                ("weight = (log_weight.sum(1) / lengths).exp()", "weight = log_weight.exp()"),
+                (
+                    "torch.where(mask.any(1), sequence_loss, 0.0).sum()",
+                    "(torch.where(mask, sequence_loss, 0.0).sum(1) / lengths).sum()",
+                ),
+                ("torch.where(mask.any(1), ratio, 0.0)", "torch.where(mask, ratio, 0.0)"),
+            ],
+        ),
+        "product of the ratios": (
+            "",
+            [("ratio = (log_ratio.sum(1) / lengths).exp()", "ratio = log_ratio.sum(1).exp()")],
+        ),
+        "clip range 0.2": ("--clip-eps-low 0.2 --clip-eps-high 0.2", []),
+        "old log-probabilities of the sampler": ("", OLD_OF_SAMPLER),
+        "as it is, --precision bfloat16": ("--precision bfloat16", []),
+        "--precision bfloat16, old of the sampler": ("--precision bfloat16", OLD_OF_SAMPLER),
+    },
+    "dpo": {
+        AS_IT_IS: ("", []),
+        "mean of log-probabilities, not sum": (
+            "",
+            [
+                (
+                    "logprobs.sum(1).chunk(2)",
+                    '(logprobs.sum(1) / torch.cat([part["chosen_mask"], part["rejected_mask"]]).sum(1)).chunk(2)',
+                )
+            ],
+        ),
+        "no reference": (
+            "",
+            [
+                ('        part["ref_chosen"],', '        0.0 * part["ref_chosen"],'),
+                ('        part["ref_rejected"],', '        0.0 * part["ref_rejected"],'),
+            ],
+        ),
+        "stop token not appended": (
+            "",
+            [("(ids if ids[-1:] == [stop_id] else [*ids, stop_id] for ids in encoded)", "encoded")],
+        ),
+        "--beta 0.1": ("--beta 0.1", []),
+        "--label-smoothing 0.1": ("--label-smoothing 0.1", []),
+    },
+    "ppo_rlhf": {
+        AS_IT_IS: ("", []),
+        "advantages not whitened": ("", [('"advantages": whiten(advantages, mask)', '"advantages": advantages')]),
+        "value targets from whitened advantages": (
+            "",
+            [('mask), "returns": returns}', 'mask), "returns": whiten(advantages, mask) + old_values}')],
+        ),
+        "value model from the policy, new head": (
+            "",
+            [
+                (
+                    "load_reward_model(scorer, scorer_tokenizer, args.lora_rank, is_new)",
+                    "load_reward_model(args.model, tokenizer, args.lora_rank)",
+                ),
+                (VALUES, "values = token_values(self.value_model, *inputs)"),
+            ],
+        ),
+        "KL in the loss": (
+            "",
+            [
+                ('batch.get("ref_logprobs"), mask, args.kl_coef)', 'batch.get("ref_logprobs"), mask, 0.0)'),
+                (
+                    "(ref_log_ratio.exp() - ref_log_ratio - 1).sum().detach()",
+                    "(ref_log_ratio.exp() - ref_log_ratio - 1).sum().detach()\n"
+                    "            loss = loss + args.kl_coef * (ref_log_ratio.exp() - ref_log_ratio - 1).sum()",
+                ),
+            ],
+        ),
+        "score not normalised": (
+            "",
+            [("policy.score_mean, policy.score_std = load_normalization(", "_ = load_normalization(")],
+        ),
+        "--gae-lambda 1": ("--gae-lambda 1", []),
+        "no clipping of values": ("--value-clip-eps 1000", []),
+        "--missing-stop-penalty 0": ("--missing-stop-penalty 0", []),
+        "stop token not trained": ("", [NO_STOP]),
+    },
+    "reward_model": {
+        AS_IT_IS: ("", []),
+        # The same as a stop token that is not appended: the token before it sees all but that.
+        "score read one token before the last": (
+            "",
+            [
+                (
+                    "last = hidden[torch.arange(len(hidden), device=hidden.device), lengths - 1]",
+                    "last = hidden[torch.arange(len(hidden), device=hidden.device), lengths - 2]",
+                ),
+                ("if not torch.allclose(ours, theirs.float(), atol=1e-2):", "if False:"),  # the script refuses this
+            ],
+        ),
+        "score read at the last column, padding or not": (
+            "",
+            [("last = hidden[torch.arange(len(hidden), device=hidden.device), lengths - 1]", "last = hidden[:, -1]")],
+        ),
+        "scalar head with std 1": ("", [("std=1 / math.sqrt(model.score.in_features + 1)", "std=1.0")]),
+        "constant learning rate": ("", [("factor = 0.5 * (1 + math.cos(math.pi * max(0.0, decay)))", "factor = 1.0")]),
+    },
+    "sft": {
+        AS_IT_IS: ("", []),
+        "stop token not trained": ("", [("not is_prompt and k <= stop for k", "not is_prompt and k < stop for k")]),
+        "prompt trained too": (
+            "--max-completion-length 80",
+            [("not is_prompt and k <= stop for k", "(k > 0 if is_prompt else k <= stop) for k")],
+        ),
+        "mean of the rows' means": (
+            "",
+            [
+                (
+                    "-torch.where(loss_mask.bool(), logprobs, 0.0).sum()",
+                    "-(torch.where(loss_mask.bool(), logprobs, 0.0).sum(1) / loss_mask.sum(1).clamp(min=1)).sum()",
+                ),
+                ('sum(sum(row["trained"]) for row in picked)', "len(picked)"),
+            ],
+        ),
+    },
+}
+FLAGS = dict.fromkeys(DETAILS, "--eval-every 4 --eval-prompts 128")
+FLAGS |= {"dpo": "", "reward_model": "", "sft": "--num-steps 600"}
+
+
+def edit(source, edits):
+    """Return the source with each old text, which must be there exactly once, replaced by its new one."""
+    for old, new in edits:
+        if source.count(old) != 1:
+            raise ValueError(f"stands {source.count(old)} times in the script, not once: {old}")
+        source = source.replace(old, new)
+    return source
+
+
+def run(script, detail, seed):
+    """Return the measured numbers of a run, {name: value}, or None, and say why, if it failed."""
+    flags, edits = DETAILS[script][detail]
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("models", "data"):  # where the script looks for its defaults
+            Path(folder, name).symlink_to(ROOT / name)
+        source = edit((ROOT / f"{script}.py").read_text(encoding="utf-8"), edits)
+        Path(folder, f"{script}.py").write_text(source, encoding="utf-8")
+        command = [sys.executable, f"{script}.py", "--seed", str(seed), "--run-dir", "run"]
+        command += [*FLAGS[script].split(), *flags.split()]
+        environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            return print(f"{script}, {detail}, seed {seed}: {done.stderr.strip()[-300:]}", flush=True)
+        lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
+        return measure(script, lines, Path(folder, "run", "checkpoint"))
+
+
+def measure(script, lines, checkpoint):
+    """Return {name: value} of a run's metrics; dpo and sft are measured by the scripts as they are."""
+    last = lines[-1]
+    if script == "reward_model":
+        found = {
+            "loss": last["eval/pair_loss"],
+            "accuracy": last["eval/pair_accuracy"],
+            "margin": last["eval/pair_margin"],
+        }
+        return found | {key.split("/")[2]: last[key] for key in last if key.startswith("eval/pair_accuracy/")}
+    if script == "sft":
+        return {"loss": held_out_loss(checkpoint)} | greedy(checkpoint)
+    if script == "dpo":
+        return held_out_pairs(checkpoint) | greedy(checkpoint)
+    evaluated = [line for line in lines if "eval/accuracy" in line]
+    middle = min(evaluated, key=lambda line: abs(line["step"] - last["step"] / 2))
+    good = [line["step"] for line in evaluated if line["eval/accuracy"] >= 0.9]
+    found = {
+        "greedy accuracy halfway": middle["eval/accuracy"],
+        "greedy accuracy": greedy(checkpoint)["greedy accuracy"],  # on all held-out prompts
+        "pass@1": last["eval/pass@1"],
+        "step of 0.9": good[0] if good else None,
+        "length": statistics.mean(line["rollout/length_mean"] for line in lines[-5:]),
+        "truncated": statistics.mean(line["rollout/truncated"] for line in lines[-5:]),
+        "gradient norm": statistics.mean(line["optim/grad_norm"] for line in lines if "optim/grad_norm" in line),
+    }
+    if script == "ppo_rlhf":
+        found["score"] = last["eval/score"]
+        for name, key in (("explained variance", "value/explained_variance"), ("KL", "rollout/ref_kl_sum")):
+            found[name] = statistics.mean(line[key] for line in lines[-5:])
+    return found
+
+
+def greedy(checkpoint):
+    """Accuracy, mean length and share cut off of the greedy completions of the held-out prompts."""
+    import grpo
+
+    tokenizer = grpo.load_tokenizer(str(checkpoint))
+    model, stop_ids = grpo.load_model(str(checkpoint), tokenizer)
+    args = grpo.resolve_args(grpo.Args(model=str(checkpoint)))
+    _, prompts, _ = grpo.load_prompts(args.dataset, tokenizer, "", args.max_prompt_length, args.eval_prompts)
+    batch, _ = grpo.rollout(model, tokenizer, prompts, 1, 0.0, stop_ids, args)
+    found = {"greedy accuracy": batch["rewards"].mean(), "length": batch["completion_mask"].sum(1).double().mean()}
+    return {name: float(value) for name, value in found.items()} | {
+        "truncated": float(batch["truncated"].double().mean())
+    }
+
+
+def held_out_loss(checkpoint):
+    """Mean negative log-likelihood of the held-out completions."""
+    import sft
+
+    tokenizer, args = sft.load_tokenizer(str(checkpoint)), sft.resolve_args(sft.Args())
+    policy = sft.LogprobModel(sft.load_model(str(checkpoint), tokenizer)[0])
+    return sft.evaluate(policy, sft.load_conversations(args, tokenizer)[1], 0, args, 0, 1)["eval/loss"]
+
+
+def held_out_pairs(checkpoint):
+    """Accuracy and log-ratios, sums over tokens with the stop token, on held-out pairs."""
+    import dpo
+
+    tokenizer, args = dpo.load_tokenizer(str(checkpoint)), dpo.resolve_args(dpo.Args())
+    lengths = args.max_prompt_length, args.max_completion_length, args.eval_prompts
+    pairs = dpo.load_pairs(args.dataset, tokenizer, "", *lengths, dpo.find_turn_end(tokenizer))[1]
+    policy, ref = (dpo.LogprobModel(dpo.load_model(str(name), tokenizer)[0]) for name in (checkpoint, args.model))
+    dpo.add_reference(ref, pairs, checkpoint.parent / "reference_pairs.json", 0, 0, args, 0, 1)
+    found = dpo.evaluate_pairs(policy, pairs, 0, args, 0, 1)
+    names = {
+        "pair accuracy": "accuracy",
+        "chosen log ratio": "chosen_log_ratio",
+        "rejected log ratio": "rejected_log_ratio",
+    }
+    return {name: found[f"eval/pair_{key}"] for name, key in names.items()}
+
+
+def read_results(path):
+    """Return {(script, detail, seed): {name: value}} of the file."""
+    results = {}
+    with path.open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            numbers = results.setdefault((row["script"], row["detail"], int(row["seed"])), {})
+            numbers[row["name"]] = float(row["value"]) if row["value"] else None
+    return results
+
+
+def render(results):
+    """Return the page: a table per script, means over seeds."""
+    page = "`python benchmark/details.py`, one thread, " + platform.machine() + ": means over the seeds given.\n"
+    page += "Columns are explained in benchmark/README.md, details are edits in `benchmark/details.py`.\n"
+    for script, details in DETAILS.items():
+        rows = []
+        for detail in details:
+            seeds = sorted(seed for found, name, seed in results if (found, name) == (script, detail))
+            runs = [results[script, detail, seed] for seed in seeds]
+            if runs:
+                cells = [mean([numbers.get(name) for numbers in runs]) for name in runs[0]]
+                rows.append([detail, " ".join(map(str, seeds)), *cells])
+                names = list(runs[0])
+        if rows:
+            page += f"\n## {script}.py {FLAGS[script]}".rstrip() + "\n\n"
+            page += f"| | seeds | {' | '.join(names)} |\n|{'---|' * (len(names) + 2)}\n"
+            page += "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    return page
+
+
+def mean(values):
+    """The mean of a column in four digits at most, or a dash where a run has no such number."""
+    return "-" if None in values else f"{statistics.mean(values):.3f}".rstrip("0").rstrip(".")
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("scripts", nargs="*", default=[], metavar="SCRIPT", help=f"of {' '.join(DETAILS)}")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1])
+    parser.add_argument("--only", help="name of a detail")
+    args = parser.parse_args()
+    sys.path.insert(0, str(ROOT))
+    path = RESULTS / "details.csv"
+    if not path.exists():
+        path.write_text("script,detail,seed,name,value\n", encoding="utf-8")
+    for seed in args.seeds:
+        for script in args.scripts or DETAILS:
+            for detail in DETAILS[script]:
+                if (script, detail, seed) in read_results(path) or args.only not in (None, detail):
+                    continue
+                numbers = run(script, detail, seed)
+                if numbers is None:
+                    continue
+                with path.open("a", newline="", encoding="utf-8") as file:
+                    csv.writer(file, lineterminator="\n").writerows(
+                        [script, detail, seed, name, value] for name, value in numbers.items()
+                    )
+                (RESULTS / "details.md").write_text(render(read_results(path)), encoding="utf-8")
+                print(f"{script}, {detail}, seed {seed}: {numbers}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

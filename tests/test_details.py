@@ -1,0 +1,42 @@
+"""benchmark/details.py: its edits fit the scripts as they are now, and its tables are means over seeds."""
+
+import sys
+from dataclasses import fields
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "benchmark"))
+
+import details  # noqa: E402, after its folder is on the path
+
+CASES = [(script, detail) for script, found in details.DETAILS.items() for detail in found]
+
+
+@pytest.mark.parametrize("script, detail", CASES)
+def test_every_edit_applies_once_and_compiles(script, detail):
+    flags, edits = details.DETAILS[script][detail]
+    source = (ROOT / f"{script}.py").read_text(encoding="utf-8")
+    edited = details.edit(source, edits)
+    compile(edited, f"{script}.py", "exec")
+    assert (edited != source) == bool(edits)
+    names = {setting.name for setting in fields(import_module(script).Args)}
+    for flag in (flags + details.FLAGS[script]).split():
+        assert not flag.startswith("--") or flag[2:].replace("-", "_") in names
+
+
+@pytest.mark.parametrize("source", ["", "old old"])
+def test_an_edit_that_does_not_fit_is_refused(source):
+    with pytest.raises(ValueError, match="not once"):
+        details.edit(source, [("old", "new")])
+
+
+def test_means_over_seeds_and_numbers_that_are_missing():
+    results = {
+        ("grpo", details.AS_IT_IS, seed): {"pass@1": value, "step of 0.9": step}
+        for seed, value, step in ((1, 0.5, 8.0), (2, 0.6, None))
+    }
+    page = details.render(results)
+    assert "| as it is | 1 2 | 0.55 | - |" in page and "dapo" not in page

@@ -1,0 +1,144 @@
+"""What the pages name exists: links and anchors, commands and their flags, functions, metrics; all in one order."""
+
+import dataclasses
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = ("grpo", "reinforce", "dr_grpo", "dapo", "gspo", "ppo_rlhf", "dpo", "reward_model", "sft")
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmark/*.md"), *ROOT.glob("models/*/README.md")]
+PAGES = {str(page.relative_to(ROOT)): page.read_text() for page in sorted(PAGES)}
+HEADINGS = ["Quick facts", "The idea", "The objective", "The loop", "The default run", "Details that matter"]
+HEADINGS += ["Departures from the paper", "Flags", "References"]
+LIMITS = {"README.md": 150, "CONTRIBUTING.md": 100}
+# Flags of torchrun, pip, pytest and git that the pages use.
+FOREIGN = {"nproc-per-node", "nnodes", "rdzv-endpoint", "shutdown-timeout", "standalone", "help", "quiet", "durations"}
+FLAGS = {
+    name: {field.name.replace("_", "-") for field in dataclasses.fields(importlib.import_module(name).Args)}
+    for name in SCRIPTS
+}
+SOURCES = {name: (ROOT / f"{name}.py").read_text() for name in SCRIPTS}
+
+# Files that a reader or a command makes.
+MADE = re.compile(r"^runs/|(^|/)(test_)?my_|[*<]|SCRIPT|NAME|VARIANT|grpo_vs_trl.json$|elsewhere")
+GENERATED = ("docs/models.md", "docs/side_by_side.md")
+
+each_page = pytest.mark.parametrize("page", PAGES)
+
+
+def prose(text):
+    """Without blocks of code: fenced ones, and those that are indented after an empty line."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
+    return re.sub(r"(?<=\n\n)(?:    .*\n|\n(?=    ))+", "", text)
+
+
+def inline_code(page):
+    return re.findall(r"(?<!`)`([^`\n]+)`(?!`)", prose(PAGES[page]))
+
+
+def commands(page):
+    """Every mention of a script that is called, whole lines of code or words between backticks."""
+    text = re.sub(r"\\\n\s*", " ", PAGES[page])
+    lines = [line for line in text.splitlines() if line.startswith("    ")] + inline_code(page)
+    lines += [line for block in re.findall(r"^```.*?\n(.*?)^```", text, re.S | re.M) for line in block.splitlines()]
+    parts = [part for line in lines for part in re.split(r"&&|;|\|", line)]
+    return [part.strip() for part in parts if re.search(r"(^|\s)(python|sh|torchrun)\s", part)]
+
+
+def slug(heading):
+    """The anchor that GitHub makes of a heading."""
+    plain = re.sub(r"[`*]|\[([^]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+    return re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
+
+
+def flags_of(path):
+    """The flags of a Python file of the repository, long ones without dashes, or None where it takes none."""
+    name = Path(path).stem
+    if name in FLAGS:
+        return FLAGS[name]
+    source = (ROOT / path).read_text()
+    declared = {found.replace("_", "-") for found in re.findall(r"^    (\w+): ", source, re.M)}
+    declared |= set(re.findall(r'"--([a-z][\w-]*)"', source))
+    declared |= set().union(*FLAGS.values()) if name in ("memory", "sample") else set()  # those of a script
+    return declared | {f"no-{found}" for found in declared}
+
+
+@each_page
+def test_links_lead_somewhere(page):
+    for text, target in re.findall(r"\[([^]]*)\]\(([^)\s]+)\)", prose(PAGES[page])):
+        if re.match(r"https?:", target):
+            assert "arxiv.org" not in target or re.search(r"abs/\d{4}\.\d{5}v\d+$", target), f"{target}: no version"
+            continue
+        path, _, anchor = target.partition("#")
+        file = ((ROOT / page).parent / path).resolve() if path else ROOT / page
+        assert file.exists(), f"[{text}]({target})"
+        if anchor:
+            anchors = [slug(heading) for heading in re.findall(r"^#+ (.*)$", file.read_text(), re.M)]
+            assert anchor in anchors, f"[{text}]({target}): has {anchors}"
+
+
+@each_page
+def test_commands_are_of_files_that_exist_with_flags_that_they_have(page):
+    for command in commands(page):
+        words = command.split()
+        files = [word for word in words if re.fullmatch(r"[\w/.]+\.(py|sh)", word) and not MADE.search(word)]
+        for file in files:
+            assert (ROOT / file).is_file(), command
+        given = {re.match(r"--([\w-]+)", word)[1] for word in words if re.match(r"--[a-z]", word)}
+        if files and files[0].endswith(".py"):
+            assert given - FOREIGN <= flags_of(files[0]), command
+
+
+@each_page
+def test_flags_that_are_named_exist(page):
+    known = set().union(FOREIGN, *FLAGS.values(), *(flags_of(path) for path in TOOLS))
+    known |= {"g", "m", "r"} if page == "docs/memory.md" else set()  # which it explains
+    for code in inline_code(page):
+        if not re.search(r"\.(py|sh)\b", code):
+            assert {flag for flag in re.findall(r"(?<!\S)--([a-z][\w-]*)", code)} <= known, code
+
+
+TOOLS = [str(path.relative_to(ROOT)) for path in (*ROOT.glob("tools/*.py"), *ROOT.glob("benchmark/*.py"))]
+TOOLS += [str(path.relative_to(ROOT)) for path in (*ROOT.glob("docs/*.py"), ROOT / "tests" / "mutants.py")]
+
+
+@each_page
+def test_files_that_are_named_exist(page):
+    for code in inline_code(page):
+        if re.fullmatch(r"(tests|docs|tools|benchmark|models|data)/[\w./-]+", code) and not MADE.search(code):
+            assert (ROOT / code).exists(), code
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_page_of_a_script_names_what_the_script_has(name):
+    """Functions, arguments and metrics between backticks; on the page of one script what another has is linked."""
+    page, everything = f"docs/{name}.md", "\n".join(SOURCES.values())
+    tests = "\n".join(path.name for path in (ROOT / "tests").iterdir())
+    for code in inline_code(page):
+        if re.fullmatch(r"[a-z]+(_[a-z0-9]+)+(\(\))?", code):
+            word = code.removesuffix("()")
+            found = SOURCES[name] if word not in SCRIPTS else everything + tests
+            assert re.search(rf"\b{word}\b", found) or word in SCRIPTS, f"{page}: {code}"
+        if re.fullmatch(r"(eval|policy|rollout|reward|loss|optim|pair|value|score|perf)/[\w@]+", code):
+            stem, last = code.split("/")[0], re.split(r"[@/]", code)[-1]
+            assert f"{stem}/" in everything and (code in everything or last in everything), f"{page}: {code}"
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_pages_of_scripts_have_one_order(name):
+    text = PAGES[f"docs/{name}.md"]
+    assert re.findall(r"^## (.*)$", text, re.M) == HEADINGS
+    assert f"(pictures/{name}.png)" in text and f"python {name}.py" in text
+
+
+@each_page
+def test_pages_have_no_marks_left_and_no_line_that_is_too_long(page):
+    text = PAGES[page]
+    assert not re.search(r"\{\{|TODO|FIXME", text)
+    assert len(text.splitlines()) <= LIMITS.get(page, 1000)
+    lines = [] if page in GENERATED else text.splitlines()
+    written = [line for line in lines if not line.startswith(("|", "    ", "**", "+", "-"))]
+    assert [line for line in written if len(line) > 130 and "](" not in line] == []

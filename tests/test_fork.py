@@ -1,0 +1,128 @@
+"""What docs/fork.md shows is true: its diffs apply to grpo.py, its forks train, and its test knows a wrong loss."""
+
+import importlib.util
+import inspect
+import math
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from test_copies import MARKER, ROOT
+from test_gradients import model, rows  # noqa: F401, fixtures that the page's test imports, too
+from test_losses import hand_inputs  # noqa: F401
+from test_training import read
+
+import grpo
+
+PAGE = (ROOT / "docs" / "fork.md").read_text(encoding="utf-8")
+DIFFS = dict(re.findall(r"^```diff\n--- (\w+)\.py\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
+[TEST] = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+COPY = "    cp grpo.py {0}.py\n    sed -n '/^--- {0}.py/,/^```$/p' docs/fork.md | git apply -p0\n"
+SIZES = {"prompts_per_step": 4, "group_size": 4, "minibatch_size": 8, "warmup_steps": 0, "learning_rate": 4e-4}
+WRONG = {  # mistakes in the loss of my_cispo.py: what is replaced by what
+    "the gradient goes through the ratio": ("ratio.detach().clamp", "ratio.clamp"),
+    "no cap": (".clamp(max=1 + clip_eps)", ""),
+    "a bound below": (".clamp(max=1 + clip_eps)", ".clamp(1 - clip_eps, 1 + clip_eps)"),
+    "capped tokens are dropped": ("* advantages * logprobs", "* advantages * logprobs * (ratio < 1 + clip_eps)"),
+    "the wrong sign": ("token_loss = -weight", "token_loss = weight"),
+    "a mean in place of the sum": ("token_loss, 0.0).sum()", "token_loss, 0.0).mean()"),
+    "padding counts": ("torch.where(mask, token_loss, 0.0).sum()", "token_loss.sum()"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """grpo.py of now and the forks that the page's own commands make of it, beside the embedded model."""
+    folder = tmp_path_factory.mktemp("forks")
+    for name in ("docs", "models", "data"):
+        (folder / name).symlink_to(ROOT / name)
+    shutil.copy(ROOT / "grpo.py", folder)
+    for name in DIFFS:
+        assert COPY.format(name) in PAGE
+        subprocess.run(["sh", "-c", COPY.format(name)], cwd=folder, check=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def forks(folder):
+    """{name: module} of the forks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        yield {name: importlib.import_module(name) for name in DIFFS}
+
+
+def train(fork, folder):
+    """A run of two steps of two minibatches: its metrics, samples, and the divisors and tokens of its rollouts."""
+    divisors, tokens, accumulate = [], [], fork.accumulate_gradients
+
+    def recorded(policy, batch, rows, divisor, *rest):  # noqa: F811
+        divisors.append(divisor)
+        tokens.append(batch["completion_mask"].sum().item())
+        return accumulate(policy, batch, rows, divisor, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fork, "accumulate_gradients", recorded)
+        fork.main(fork.Args(run_dir=str(folder), num_steps=2, eval_prompts=4, seed=3, **SIZES))
+    lines, samples = read(folder / "metrics.jsonl"), read(folder / "samples.jsonl")
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert all(math.isfinite(value) for line in lines for value in line.values())
+    assert all(line["optim/grad_norm"] > 0 and line["policy/approx_kl"] > 0 for line in lines[1:])
+    return lines, samples, divisors, tokens
+
+
+def failures(fork, **fixtures):
+    """The names of the page's tests, and those of them that this module fails where the page has its fork."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "my_cispo", fork)
+        names = {}
+        exec(TEST, names)
+    tests, failed = [name for name in names if name.startswith("test_")], []
+    for name in tests:
+        try:
+            names[name](**{key: fixtures[key] for key in inspect.signature(names[name]).parameters})
+        except AssertionError:
+            failed.append(name)
+    return tests, failed
+
+
+@pytest.mark.parametrize("name", DIFFS)
+def test_a_fork_adds_at_most_ten_lines_and_none_below_the_line(name, folder):
+    added = [line for line in DIFFS[name].splitlines()[1:] if line.startswith("+")]
+    source, fork = ((folder / f"{script}.py").read_text(encoding="utf-8") for script in ("grpo", name))
+    assert 1 <= len(added) <= 10 and source != fork
+    assert source.partition(MARKER)[2] == fork.partition(MARKER)[2]
+
+
+def test_the_length_penalty_is_what_the_page_says(forks, tmp_path):
+    lines, samples, divisors, _ = train(forks["my_short"], tmp_path / "run")
+    found = {(text, reward) for line in samples for text, reward in zip(line["completions"], line["rewards"])}
+    right = [(text, reward) for text, reward in found if reward]
+    assert right and len(right) < len(found) and divisors == [8] * 4
+    assert [reward for _, reward in right] == pytest.approx([0.5 ** (len(text) / 1000) for text, _ in right])
+    assert lines[0]["eval/reward"] < lines[0]["eval/accuracy"]  # which counts is_right
+
+
+def test_cispo_trains_on_token_means_without_a_reference(forks, tmp_path):
+    lines, _, divisors, tokens = train(forks["my_cispo"], tmp_path / "run")
+    assert [sum(divisors[:2]), sum(divisors[2:])] == [tokens[0], tokens[2]]
+    assert not any(key in lines[-1] for key in ("loss/kl", "policy/ref_kl", "policy/clip_fraction_low"))
+
+
+def test_the_test_of_the_page_passes_on_its_fork_and_fails_on_grpo(forks, model, rows, hand_inputs):  # noqa: F811
+    fixtures = {"model": model, "rows": rows, "hand_inputs": hand_inputs}
+    tests, failed = failures(forks["my_cispo"], **fixtures)
+    assert len(tests) == 2 and not failed
+    assert failures(grpo, **fixtures)[1] == tests
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_the_test_of_the_page_fails_on_a_wrong_loss(mistake, folder, tmp_path, model, rows, hand_inputs):  # noqa: F811
+    source, (old, new) = (folder / "my_cispo.py").read_text(encoding="utf-8"), WRONG[mistake]
+    assert source.count(old) == 1
+    (tmp_path / "wrong.py").write_text(source.replace(old, new), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("wrong", tmp_path / "wrong.py")
+    wrong = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(wrong)
+    assert failures(wrong, model=model, rows=rows, hand_inputs=hand_inputs)[1]

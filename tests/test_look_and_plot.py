@@ -1,0 +1,295 @@
+"""tools/plot.py and tools/look.py: their numbers, labels and pages, of real runs and of written ones."""
+
+import json
+import os
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+
+os.environ["MPLBACKEND"] = "Agg"  # no window
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+
+import look
+import plot
+import pytest
+
+import dpo
+import grpo
+
+TOOLS = Path(__file__).resolve().parents[1] / "tools"
+HOSTILE = '</script><img src=x onerror=alert(1)><!--<script>alert(2)</script> & &lt; \u2028 \ud800 @RUN@ "q" \\u003c'
+
+
+def write_run(folder, rows, script="grpo", **settings):
+    """A run's folder as the scripts leave it, with these metrics."""
+    folder.mkdir(parents=True)
+    about = {"script": script, "data": ["8 training rows (abc)"], "functions": {"reward_fn": "0123"}}
+    about |= {"functions": settings.pop("functions", about["functions"])}
+    args = {"model": "models/tiny", "learning_rate": 0.1, "seed": 1, "run_dir": str(folder), "run": about} | settings
+    (folder / "args.json").write_text(json.dumps(args))
+    write_rows(folder / "metrics.jsonl", rows)
+    return folder
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def accuracies(*values, key="eval/accuracy"):
+    return [{"step": 4 * place, key: value} for place, value in enumerate(values)]
+
+
+def labels(*folders):
+    return {label: [run.name for run in group] for label, group in groups(*folders).items()}
+
+
+def groups(*folders):
+    return plot.group_runs([plot.read_run(folder) for folder in folders])
+
+
+def draw_lines(*folders, key="eval/accuracy"):
+    """The figure's first panel: (steps, values) of its lines, and of the first band its lowest and highest by step."""
+    axis = plot.draw(groups(*folders), [key]).axes[0]
+    lines = [(list(line.get_xdata()), list(line.get_ydata())) for line in axis.lines]
+    band = {}
+    for step, value in axis.collections[0].get_paths()[0].vertices if axis.collections[0].get_paths() else ():
+        band.setdefault(step, []).append(value)
+    plot.plt.close("all")
+    return lines, {step: (min(values), max(values)) for step, values in band.items()}
+
+
+def run_plot(capsys, *folders, **options):
+    plot.main(SimpleNamespace(**{"runs": list(map(str, folders)), "out": None, "metrics": None} | options))
+    return capsys.readouterr().out
+
+
+def table_cells(text):
+    """{(setting, metric): the other cells} of a printed table."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    return {tuple(row[:2]): row[2:] for row in rows[2:]}
+
+
+def test_seeds_become_a_mean_and_a_band(tmp_path, capsys):
+    runs = [
+        write_run(tmp_path / f"grpo__{seed}", accuracies(*values), seed=seed)
+        for seed, values in enumerate([(0.25, 0.5, 1.0), (0.25, 0.25, 0.5), (0.25, 0.75, 0.75)])
+    ]
+    lines, band = draw_lines(*runs)
+    assert lines[0] == ([0, 4, 8], [0.25, 0.5, 0.75])
+    assert band == {0: (0.25, 0.25), 4: (0.25, 0.75), 8: (0.5, 1.0)}
+    printed = run_plot(capsys, *runs, out=str(tmp_path / "three.png"))
+    assert table_cells(printed) == {("grpo", "eval/accuracy"): ["3", "8", "0.75", "0.5", "1"]}
+    assert f"written: {tmp_path / 'three.png'}" in printed
+    assert (tmp_path / "three.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_runs_of_other_lengths_have_a_mean_as_far_as_all_go_and_then_thin_lines(tmp_path, capsys):
+    long = write_run(tmp_path / "long", accuracies(0.0, 0.5, 0.75, 1.0))
+    short = write_run(tmp_path / "short", accuracies(0.5, 1.0), seed=2)
+    with (short / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 8, "eval/accu')  # as a run at work may leave it
+    without = write_run(tmp_path / "without", [{"step": 1, "reward/mean": 1.0}], seed=3)
+    lines, _ = draw_lines(long, short, without)
+    assert lines[0] == ([0, 4], [0.25, 0.75])
+    assert ([4, 8, 12], [0.5, 0.75, 1.0]) in lines[1:]
+    cells = table_cells(run_plot(capsys, long, short, without, out=str(tmp_path / "x.png")))
+    assert cells["grpo", "eval/accuracy"] == ["2", "4", "0.75", "0.5", "1"]
+    assert cells["grpo", "reward/mean"] == ["1", "1", "1", "1", "1"]
+
+
+def test_runs_without_a_common_step_are_thin_lines(tmp_path):
+    first, second = write_run(tmp_path / "a", accuracies(0.5)), tmp_path / "b"
+    write_run(second, [{"step": 1, "eval/accuracy": 0.25}, {"step": 2, "eval/accuracy": 1.0}], seed=2)
+    lines, _ = draw_lines(first, second)
+    assert lines[0] == ([], []) and ([1, 2], [0.25, 1.0]) in lines
+
+
+def test_labels_have_what_differs_and_nothing_else(tmp_path):
+    rows = accuracies(0.5)
+    a = write_run(tmp_path / "a", rows)
+    b = write_run(tmp_path / "b", rows, seed=2, resume="x", eval_every=3)
+    c = write_run(tmp_path / "c", rows, learning_rate=0.2)
+    d = write_run(tmp_path / "d", rows, learning_rate=0.2, model="other/models/large")
+    e = write_run(tmp_path / "e", rows, script="dapo", learning_rate=0.3)
+    f = write_run(tmp_path / "f", rows, functions={"reward_fn": "4567"})
+    assert labels(a, b) == {"grpo": ["a", "b"]}
+    assert labels(a, b, c) == {"learning_rate 0.1": ["a", "b"], "learning_rate 0.2": ["c"]}
+    assert labels(c, d) == {"model tiny": ["c"], "model large": ["d"]}
+    assert labels(a, e) == {"grpo": ["a"], "dapo": ["e"]}
+    assert labels(a, c, e) == {"grpo, learning_rate 0.1": ["a"], "grpo, learning_rate 0.2": ["c"], "dapo": ["e"]}
+    assert labels(a, f) == {"reward_fn 0123": ["a"], "reward_fn 4567": ["f"]}
+
+
+def test_paths_that_end_alike_and_labels_cut_alike_stay_apart(tmp_path):
+    rows = accuracies(0.5)
+    a, b = (write_run(tmp_path / name, rows, model=f"runs/{name}/checkpoint") for name in "ab")
+    assert list(labels(a, b)) == ["model runs/a/checkpoint", "model runs/b/checkpoint"]
+    c, d = (write_run(tmp_path / name, rows, system_prompt="so long " * 20 + name) for name in "cd")
+    assert len(labels(c, d)) == 2
+
+
+def test_mixed_scripts_show_what_two_have_and_each_main_evaluation(tmp_path):
+    a = write_run(tmp_path / "a", [{"step": 1, "eval/accuracy": 1.0, "reward/mean": 1.0, "optim/grad_norm": 1.0}])
+    b = write_run(tmp_path / "b", [{"step": 1, "eval/loss": 1.0, "loss/nll": 1.0, "optim/grad_norm": 1.0}], "sft")
+    assert plot.choose_metrics(groups(a, b)) == ["eval/accuracy", "eval/loss", "optim/grad_norm"]
+    assert plot.choose_metrics(groups(b)) == ["eval/loss", "loss/nll", "optim/grad_norm"]
+    lines, _ = draw_lines(a, b)
+    assert lines[0] == ([1], [1.0])
+
+
+def test_a_run_given_twice_counts_once(tmp_path, capsys):
+    run = write_run(tmp_path / "a", accuracies(0.5))
+    assert table_cells(run_plot(capsys, run, f"{run}/."))["grpo", "eval/accuracy"][0] == "1"
+    assert (run / "plot.png").exists()
+
+
+def test_metrics_can_be_chosen_and_what_is_no_number_is_left_out(tmp_path, capsys):
+    rows = [{"step": 1, "own/key": 1.5}, {"step": 2, "own/key": float("nan")}, {"step": 3, "own/key": "torch.inf"}]
+    run = write_run(tmp_path / "a", rows)
+    assert table_cells(run_plot(capsys, run, metrics=["own/key"])) == {("grpo", "own/key"): ["1", "1", *["1.5"] * 3]}
+
+
+def bad_runs(tmp_path):
+    (tmp_path / "folder").mkdir()
+    write_run(tmp_path / "new", [])
+    (write_run(tmp_path / "newer", []) / "metrics.jsonl").unlink()
+    (write_run(tmp_path / "broken", []) / "metrics.jsonl").write_text('{"step": 1, "a": 1}\n{"step": 2\n{"step": 3}\n')
+    (write_run(tmp_path / "list", accuracies(0.5)) / "args.json").write_text("[]")
+    return {
+        "nothing": "no such folder",
+        "folder": "no run, it has no args.json",
+        "new": "no metrics yet",
+        "newer": "no metrics yet",
+        "broken": "line 2 is no JSON object with a step",
+        "list": "no JSON object of settings",
+    }
+
+
+def test_bad_input_is_one_line(tmp_path):
+    for name, message in bad_runs(tmp_path).items():
+        for call in (look.gather, plot.read_run):
+            with pytest.raises(SystemExit, match=message) as caught:
+                call(str(tmp_path / name))
+            assert "\n" not in str(caught.value) and str(tmp_path / name) in str(caught.value)
+    run, nowhere = str(write_run(tmp_path / "good", accuracies(0.5))), str(tmp_path / "no" / "x.png")
+    for options, message in (
+        ({"metrics": ["a/b"]}, "no run has a/b; --metrics may be eval/accuracy"),
+        ({"out": nowhere}, "No such file"),
+        ({"out": str(tmp_path / "x.xyz")}, "not supported"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            plot.main(SimpleNamespace(**{"runs": [run], "out": None, "metrics": None} | options))
+    with pytest.raises(SystemExit, match="No such file"):
+        look.main(SimpleNamespace(run=run, out=nowhere))
+
+
+def test_command_lines(tmp_path):
+    run = write_run(tmp_path / "a", accuracies(0.5))
+    for tool, file in (("plot", "plot.png"), ("look", "look.html")):
+        done = subprocess.run([sys.executable, TOOLS / f"{tool}.py", run], capture_output=True, text=True)
+        assert done.returncode == 0 and done.stdout.endswith(f"written: {run / file}\n") and not done.stderr
+    done = subprocess.run([sys.executable, TOOLS / "plot.py", tmp_path], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"{tmp_path}: no run, it has no args.json\n")
+
+
+class Page(HTMLParser):
+    """The elements of a page and the text in them."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.elements = [["", {}, ""]]
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append([tag, dict(attrs), ""])
+
+    def handle_endtag(self, tag):
+        self.elements.append([f"/{tag}", {}, ""])
+
+    def handle_data(self, data):
+        self.elements[-1][2] += data
+
+
+def read_page(folder):
+    """What the page of a run embeds; all its other text and its elements are those of every page."""
+    out = folder / "page.html"
+    look.main(SimpleNamespace(run=str(folder), out=str(out)))
+    text = out.read_text()
+    elements = Page(text).elements
+    data, code = [(attrs, inner) for tag, attrs, inner in elements if tag == "script"]
+    assert data[0] == {"type": "application/json", "id": "run"} and code[0] == {}
+    assert text.replace(data[1], "@RUN@") == look.PAGE
+    assert [tag for tag, _, _ in elements] == [tag for tag, _, _ in Page(look.PAGE).elements]
+    return json.loads(data[1])
+
+
+def test_the_page_itself_loads_nothing_and_inserts_no_html():
+    assert not {"src", "href", "action"} & {name for _, attrs, _ in Page(look.PAGE).elements for name in attrs}
+    assert "default-src 'none'" in look.PAGE
+    for word in (
+        "innerHTML",
+        "outerHTML",
+        "insertAdjacentHTML",
+        "document.write",
+        "eval(",
+        "fetch(",
+        "url(",
+        "import(",
+    ):
+        assert word not in look.PAGE, word
+    assert look.PAGE.count("http") == look.PAGE.count("http-equiv") == 1
+    assert len((TOOLS / "look.py").read_text().splitlines()) <= 150
+
+
+def read_jsonl(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def tiny_run(script, folder, data, **settings):
+    """Two steps of the embedded model on a few rows of its data."""
+    rows = (TOOLS.parent / "data" / data / "train.jsonl").read_text().splitlines(keepends=True)[:12]
+    folder.with_suffix(".jsonl").write_text("".join(rows))
+    settings |= {"dataset": str(folder.with_suffix(".jsonl"))}
+    settings |= {"num_steps": 2, "eval_prompts": 4, "eval_every": 1, "run_dir": str(folder)}
+    script.main(script.Args(**settings))
+    return folder
+
+
+@pytest.mark.usefixtures("alone")
+def test_pages_of_real_runs(tmp_path):
+    grpo_run = tiny_run(grpo, tmp_path / "grpo", "addition", prompts_per_step=2, group_size=2, minibatch_size=4)
+    data = read_page(grpo_run)
+    for name in ("metrics", "samples", "eval_samples"):
+        assert data[name] == read_jsonl(grpo_run / f"{name}.jsonl") and data[name]
+    assert len(data["samples"][0]["completions"]) == 2 and len(data["eval_samples"]) == 12
+    shown = [key for key, _ in data["panels"]]
+    assert shown[:4] == ["eval/accuracy", "reward/mean", "rollout/length_mean", "policy/entropy"]
+    assert {"policy/ref_kl", "policy/clip_fraction_low", "optim/grad_norm"} <= set(shown)
+    settings = dict(data["settings"])
+    assert settings["script"] == "grpo" and settings["group_size"] == "2" and settings["model"] == "models/tiny"
+    assert not {"run_dir", "resume", "track", "run"} & set(settings)
+
+    dpo_run = tiny_run(dpo, tmp_path / "dpo", "preferences", minibatch_size=4)
+    data = read_page(dpo_run)
+    assert data["samples"] == [] and data["eval_samples"] == read_jsonl(dpo_run / "eval_samples.jsonl") != []
+    assert [key for key, _ in data["panels"]][:2] == ["eval/accuracy", "eval/pair_accuracy"]
+
+    shared = plot.choose_metrics(groups(grpo_run, dpo_run))
+    assert shared == ["eval/accuracy", "optim/grad_norm"]
+
+
+def test_a_hostile_run_cannot_leave_its_element(tmp_path):
+    rows = [{"step": 1, "reward/mean": 0.5, "policy/entropy": float("nan")}, {"step": 2, "reward/mean": 0.5}]
+    run = write_run(tmp_path / "a", rows, system_prompt=HOSTILE)
+    samples = [{"step": 1, "prompt": [{"role": "user", "content": HOSTILE}], "completions": [HOSTILE], "rewards": [1]}]
+    evaluations = [{"step": 1, "prompt": HOSTILE, "answer": HOSTILE, "completion": HOSTILE, "reward": 1.0}]
+    write_rows(run / "samples.jsonl", samples)
+    write_rows(run / "eval_samples.jsonl", evaluations)
+    with (run / "samples.jsonl").open("a") as file:
+        file.write('{"step": 2, "pro')
+    data = read_page(run)
+    assert data["samples"] == samples and data["eval_samples"] == evaluations
+    assert dict(data["settings"])["system_prompt"] == HOSTILE
+    assert data["metrics"][0]["policy/entropy"] is None  # JSON has no nan

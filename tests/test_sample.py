@@ -1,0 +1,265 @@
+"""tools/sample.py: what it prints and keeps is what grpo.py samples and rewards, and sft.py reads it back."""
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+from test_models import FORMS, make_folder, make_tokenizer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+
+import sample
+
+import grpo
+import sft
+
+ROOT = Path(grpo.__file__).parent
+TRAIN, TEST = ([json.loads(line) for line in (ROOT / f"data/addition/{s}.jsonl").open()] for s in ("train", "test"))
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+
+
+def run(*flags):
+    """Run the tool with these flags, on a few sums where they name no data."""
+    if not {"--dataset", "--prompt", "--split"} & {*flags}:
+        write("sums.jsonl", TEST[:32])
+        flags = ("--dataset", "sums.jsonl", "--eval-prompts", 16, *flags)
+    sample.main(sample.parse_args([str(flag) for flag in flags]))
+
+
+def read(path):
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def write(path, rows):
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+# ---- rewards
+
+
+def test_kept_and_printed_rewards_are_those_of_the_rule(capsys):
+    run("--split", "train", "--num-prompts", 12, "--num-samples", 4, "--rollout-batch-size", 20, "--out", "a.jsonl")
+    rows, shown = read("a.jsonl"), capsys.readouterr().out
+    assert [row["prompt"] for row in rows] == [row["prompt"] for row in TRAIN[:12] for _ in range(4)]
+    answers = [row["answer"] for row in TRAIN[:12] for _ in range(4)]
+    right = [grpo.is_right(row["completion"], answer) for row, answer in zip(rows, answers)]
+    assert [row["reward"] for row in rows] == right and 0 < sum(right) < 48 and {*rows[0]} == {*sample_keys()}
+    for start in range(0, 48, 4):
+        lines = [f"{row['reward']:6.2f}  {row['completion']}" for row in rows[start : start + 4]]
+        printed = "\n".join([rows[start]["prompt"], *lines]) + "\n"
+        assert (printed in shown) == (start < 8 * 4)  # --show 8
+    some = sum(any(right[start : start + 4]) for start in range(0, 48, 4)) / 12
+    means = f"12 prompts, 48 completions, truncated 0.000, mean reward {sum(right) / 48:.3f}, accuracy "
+    assert re.search(re.escape(means) + rf"{sum(right) / 48:.3f}, pass@2 0\.\d+, pass@4 {some:.3f}\n$", shown)
+
+
+def sample_keys():
+    return ("prompt", "completion", "reward")
+
+
+def test_pass_at_k_is_the_share_of_draws_of_k_with_a_right_one():
+    right, wrong = ("\\boxed{2}", 1.0, False), ("\\boxed{3}", 0.0, True)
+    samples = [({"answer": "2"}, *one) for one in (right, wrong, wrong, wrong, right, right, wrong, wrong)]
+    line = sample.summary(samples, 4)  # of two draws of four 3 of 6 have the one right, 5 of 6 one of two right
+    assert line.endswith(f"accuracy 0.375, pass@2 {(3 / 6 + 5 / 6) / 2:.3f}, pass@4 1.000")
+    assert line.startswith("2 prompts, 8 completions, truncated 0.625, mean reward 0.375")
+    assert sample.summary(samples[:2], 1).endswith("accuracy 0.500")
+
+
+def test_a_reward_is_kept_as_the_number_it_is(monkeypatch):
+    monkeypatch.setattr(grpo, "reward_fn", lambda *_: 0.7)
+    run("--num-prompts", 2, "--num-samples", 1, "--out", "a.jsonl")
+    assert [row["reward"] for row in read("a.jsonl")] == [0.7, 0.7]
+
+
+def test_where_the_reward_needs_no_answers_they_may_lack(monkeypatch, capsys):
+    monkeypatch.setattr(grpo, "reward_fn", lambda completion, _: float(len(completion)))
+    write("rows.jsonl", [{"prompt": f"{i}+1="} for i in range(1, 9)])
+    run("--dataset", "rows.jsonl", "--eval-prompts", 3, "--num-samples", 2, "--out", "a.jsonl")
+    rows, shown = read("a.jsonl"), capsys.readouterr().out
+    assert [row["prompt"] for row in rows[::2]] == ["6+1=", "7+1=", "8+1="]
+    assert [row["reward"] for row in rows] == [len(row["completion"]) for row in rows]
+    assert "mean reward" in shown and "accuracy" not in shown
+
+
+# ---- what is sampled
+
+
+def test_greedy_completions_are_those_of_an_evaluation_and_no_seed_changes_them():
+    run("--num-prompts", 16, "--temperature", 0, "--out", "a.jsonl")
+    run("--num-prompts", 16, "--temperature", 0, "--seed", 7, "--rollout-batch-size", 5, "--out", "b.jsonl")
+    assert Path("a.jsonl").read_text() == Path("b.jsonl").read_text()
+    assert [row["prompt"] for row in read("a.jsonl")] == [row["prompt"] for row in TEST[16:32]]
+    tokenizer = grpo.load_tokenizer(grpo.MODEL)
+    model, stop_ids = grpo.load_model(grpo.MODEL, tokenizer)
+    args = grpo.resolve_args(grpo.Args())
+    _, prompts, _ = grpo.load_prompts("sums.jsonl", tokenizer, "", args.max_prompt_length, 16)
+    _, texts = grpo.rollout(model, tokenizer, prompts, 1, 0.0, stop_ids, args)
+    assert [row["completion"] for row in read("a.jsonl")] == texts
+
+
+def test_samples_are_of_the_seed():
+    texts = {}
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        run("--num-prompts", 8, "--num-samples", 2, "--seed", seed, "--out", f"{name}.jsonl")
+        texts[name] = Path(f"{name}.jsonl").read_text()
+    assert texts["a"] == texts["b"] != texts["c"]
+
+
+def test_more_held_out_prompts_than_an_evaluation_has_where_there_is_a_test_split(capsys):
+    run("--split", "test", "--eval-prompts", 4, "--num-prompts", 6, "--temperature", 0, "--out", "a.jsonl", "--show", 0)
+    assert [row["prompt"] for row in read("a.jsonl")] == [row["prompt"] for row in TEST[:6]]
+    assert TEST[0]["prompt"] not in capsys.readouterr().out
+
+
+def test_all_rows_of_a_small_file():
+    write("rows.jsonl", [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(1, 6)])
+    run("--dataset", "rows.jsonl", "--split", "train", "--eval-prompts", 0, "--num-samples", 1, "--out", "a.jsonl")
+    assert [row["prompt"] for row in read("a.jsonl")] == [f"{i}+1=" for i in range(1, 6)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", ["text", "messages", "messages with a system message"])
+def test_another_model_is_sampled_by_its_template_and_sft_reads_back_what_it_was_given(form, kind, monkeypatch):
+    special, template = FORMS[form]
+    tokenizer = make_tokenizer(special, template)
+    folder = make_folder("model", tokenizer)
+    system = [{"role": "system", "content": "Add."}] * kind.endswith("system message")
+    asked = [[*system, {"role": "user", "content": f"{i}+1="}] for i in range(1, 7)]
+    write("rows.jsonl", [{"question": m[0]["content"] if kind == "text" else m, "answer": "2"} for m in asked])
+    seen, generate = [], grpo.generate
+    monkeypatch.setattr(grpo, "generate", lambda *given, **more: seen.append(given) or generate(*given, **more))
+    sizes = ["--eval-prompts", 3, "--num-samples", 2, "--max-completion-length", 24]
+    run("--model", folder, "--dataset", "rows.jsonl", *sizes, "--out", "a.jsonl")
+    (_, prompt_ids, prompt_mask, _, temperature, stop_ids, *_) = seen[0]
+    assert temperature == 1.0 and stop_ids == sorted(tokenizer.convert_tokens_to_ids(special[:2]))
+    prompts = [ids[mask.bool()].tolist() for ids, mask in zip(prompt_ids, prompt_mask)]
+    said = tokenizer.decode(prompts[0])
+    assert ("Add." if system else "put your final answer within \\boxed{}.") in said and "4+1=" in said
+    kept = read("a.jsonl")
+    assert len(kept) == len(prompts) == 6 and any(row["completion"].strip() for row in kept)
+    for row, prompt in zip(kept, prompts):
+        ids, trained = sft.encode_row(tokenizer, row | {"completion": "5"}, "", stop_ids)
+        assert ids[: trained.index(True)] == prompt
+    args = sft.Args(dataset="a.jsonl", max_prompt_length=512, max_completion_length=64, eval_prompts=0)
+    train, _, report = sft.load_conversations(args, tokenizer)
+    empty = sum(not row["completion"].strip() for row in kept)
+    assert len(train) == 6 - empty and (f"{empty} dropped, without a token" in report) == (empty > 0)
+
+
+# ---- own prompts
+
+
+def test_own_prompts_have_no_rewards(capsys):
+    run("--prompt", "1+2=", "--prompt", "30+4=", "--num-samples", 2, "--show", 0, "--out", "a.jsonl")
+    rows, shown = read("a.jsonl"), capsys.readouterr().out
+    assert [row["prompt"] for row in rows] == ["1+2="] * 2 + ["30+4="] * 2
+    assert all(row["reward"] is None and "boxed" in row["completion"] for row in rows)
+    printed = [f"     -  {row['completion']}\n" for row in rows]
+    assert f"1+2=\n{printed[0]}{printed[1]}30+4=\n{printed[2]}{printed[3]}" in shown
+    assert shown.endswith("2 prompts, 4 completions, truncated 0.000, no answers, so no rewards\n")
+
+
+def test_lines_of_a_completion_stand_below_each_other_and_what_is_cut_off_is_said(capsys, monkeypatch):
+    batch = {"truncated": torch.tensor([True])}
+    monkeypatch.setattr(grpo, "sample_completions", lambda *_: (batch, ["one\ntwo"]))
+    run("--prompt", "1+2=", "--num-samples", 1)
+    assert "1+2=\n     -  one\n        two [cut off]\n1 prompts" in capsys.readouterr().out
+
+
+def test_on_the_command_line_standard_input_has_the_prompts():
+    command = [sys.executable, ROOT / "tools" / "sample.py", "--num-samples", "2", "--out", "a.jsonl"]
+    done = subprocess.run(command, input="1+2=\n\n30+4=\n", capture_output=True, text=True, env=os.environ)
+    assert (done.returncode, done.stderr) == (0, "")
+    rows, shown = read("a.jsonl"), done.stdout.splitlines()
+    assert [row["prompt"] for row in rows] == ["1+2="] * 2 + ["30+4="] * 2
+    assert (shown[0], shown[3], shown[6]) == ("1+2=", "30+4=", "written: a.jsonl")
+    assert shown[7:] == ["2 prompts, 4 completions, truncated 0.000, no answers, so no rewards"]
+    assert [line[8:] for line in [*shown[1:3], *shown[4:6]]] == [row["completion"] for row in rows]
+
+
+def test_without_a_line_on_standard_input_the_prompts_are_those_of_the_data(monkeypatch):
+    write("sums.jsonl", TEST[:4])
+    monkeypatch.setattr(grpo, "DATASET", "sums.jsonl")
+    sample.main(sample.parse_args(["--eval-prompts", "2", "--temperature", "0", "--out", "a.jsonl"]))
+    assert [row["prompt"] for row in read("a.jsonl")] == [row["prompt"] for row in TEST[2:4]]
+
+
+# ---- rejection sampling
+
+
+def test_sft_trains_on_the_right_completions_alone():
+    run("--split", "train", "--num-prompts", 16, "--num-samples", 4, "--out", "a.jsonl")
+    kept = [row["reward"] for row in read("a.jsonl")]
+    sizes = {"num_steps": 2, "minibatch_size": 8, "eval_prompts": 16, "warmup_steps": 1}
+    sft.main(sft.Args(model=grpo.MODEL, dataset="a.jsonl", min_reward=1, run_dir="run", **sizes))
+    data = json.loads(Path("run/args.json").read_text())["run"]["data"]
+    for line, rewards, name in zip(data, (kept[:48], kept[48:]), ("training", "held-out"), strict=True):
+        right = int(sum(rewards))
+        said = rf"{right} {name} rows \(\w+\); {len(rewards) - right} dropped, of a reward below 1$"
+        assert 0 < right < len(rewards) and re.match(said, line)
+    assert [line["step"] for line in read("run/metrics.jsonl")] == [0, 1, 2]
+
+
+# ---- bad input
+
+BAD = [
+    (["--temperature", "-1"], "--temperature -1.0: must be a finite number of at least 0"),
+    (["--temperature", "nan"], "--temperature nan: must be"),
+    (["--num-samples", "0"], "--num-samples 0: must be a finite number of at least 1"),
+    (["--num-prompts", "0"], "--num-prompts 0: must be"),
+    (["--max-completion-length", "0"], "--max-completion-length 0: must be"),
+    (["--prompt", "1+1=", "--max-completion-length", "300"], "over the context of 256"),
+    (["--eval-prompts", "0", "--dataset", "sums.jsonl"], "--eval-prompts 0: no rows are held out"),
+    (["--prompt", "1+1=", "--dataset", "rows.jsonl"], "--prompt and --dataset: give one of them"),
+    (["--prompt", "1+1=", "--prompt", " "], "prompt 2, ' ': dropped, without prompt"),
+    (["--prompt", "1+" * 40], "prompt 1, '1.1.*: dropped, longer than 32 tokens"),
+    (["--dataset", "nope.jsonl"], "--dataset nope.jsonl: there is no such file"),
+    (["--dataset", "rows.jsonl", "--eval-prompts", "2"], "--dataset .*rows.jsonl: no column answer"),
+    (["--model", "run"], "--model .*run: the folder of a run; did you mean .*run/checkpoint"),
+    (["--model", "./nope"], "--model ./nope: there is no such folder"),
+    (["--out", "rows.jsonl"], "--out rows.jsonl exists"),
+    (["--out", "nowhere/a.jsonl", "--prompt", "1+1="], "--out nowhere/a.jsonl: cannot be written: .*No such file"),
+]
+
+
+@pytest.mark.parametrize("flags, message", BAD)
+def test_bad_input_is_one_line_and_leaves_nothing_behind(flags, message):
+    write("rows.jsonl", [{"prompt": f"{i}+1="} for i in range(1, 9)])
+    write("sums.jsonl", TEST[:4])
+    Path("run/checkpoint").mkdir(parents=True)
+    Path("run/checkpoint/config.json").write_text("{}")
+    with pytest.raises(SystemExit, match=message) as caught:
+        run(*(flags if "--out" in flags else [*flags, "--out", "a.jsonl"]))
+    assert isinstance(caught.value.code, str) and "\n" not in caught.value.code
+    assert not Path("a.jsonl").exists() and len(read("rows.jsonl")) == 8
+
+
+@pytest.mark.parametrize("flag", ["--precision", "--split", "--num-samples"])
+def test_a_word_that_is_no_choice_is_refused(flag, capsys):
+    with pytest.raises(SystemExit) as caught:
+        sample.parse_args([flag, "many"])
+    assert caught.value.code == 2 and f"argument {flag}: invalid" in capsys.readouterr().err
+
+
+def test_without_out_rewarded_samples_are_kept_in_runs_and_own_prompts_are_not(capsys):
+    run("--num-prompts", 2, "--num-samples", 2)
+    [path] = Path("runs").iterdir()
+    assert f"written: {path}\n" in capsys.readouterr().out and path.name.startswith("samples__1__")
+    assert len(read(path)) == 4 and {*read(path)[0]} == {*sample_keys()}
+    run("--prompt", "1+2=")
+    assert "written" not in capsys.readouterr().out and [*Path("runs").iterdir()] == [path]

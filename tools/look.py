@@ -1,0 +1,150 @@
+"""One HTML page of a run: python tools/look.py runs/grpo__1__20260101-120000-3fa9
+
+Settings, curves, and what it sampled, step by step: by the slider, the arrow keys or a click on a curve.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from plot import PANELS, choose_metrics, read_rows, read_run
+
+PAGE = r"""<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline';
+  script-src 'unsafe-inline'">
+<style>
+:root { color-scheme: light dark; --good: light-dark(#0072b2, #56b4e9); --bad: light-dark(#d55e00, #f08c3c);
+  --card: light-dark(#fff, #1d1f23); --soft: light-dark(#6b6d73, #9a9ca3); --rule: light-dark(#e3e3df, #303238) }
+body { margin: 1.4rem; background: light-dark(#f6f6f4, #141518); font: 15px/1.45 system-ui; overflow-wrap: anywhere }
+h1, figure b { font-size: 1.3rem } h1, figure, pre { margin: 0 } i { font-style: normal } #bar * { font: inherit }
+small, figcaption, i, #where { color: var(--soft); font-size: .8rem }
+#settings, #bar, article { display: flex; flex-wrap: wrap; gap: .1rem 1.1rem } #settings b { font-size: .8rem }
+#curves, #list { display: grid; gap: .6rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, var(--w)), 1fr)) }
+#curves { --w: 14.5rem; margin: 1rem 0 } #list { --w: 27rem } #bar { gap: .6rem } #query { flex: 1 1 13rem }
+figure, article, #bar > * { padding: 9px; border: 1px solid var(--rule); border-radius: .6rem; background: var(--card) }
+svg { width: 100%; height: 4.4rem; margin-top: .5rem; overflow: visible; fill: none; stroke: var(--good) }
+svg * { stroke-width: 1.7; vector-effect: non-scaling-stroke } line { stroke: var(--soft); stroke-dasharray: 2 3 }
+#step { width: 100%; margin: 0 0 1rem; accent-color: var(--good) } #bar:has(#kind:empty) { display: none }
+article { flex-wrap: nowrap; border-left: 6px solid var(--mix) } article div { flex: 1 } article small { float: right }
+article b { background: var(--mix); color: var(--card); border-radius: .35rem; padding: 0 .45rem; height: 1.45em }
+pre { font: 13px/1.6 ui-monospace, Menlo, Consolas, monospace; white-space: pre-wrap } .prompt { font-weight: 700 }
+</style>
+<h1></h1>
+<div id="settings"></div>
+<div id="curves"></div>
+<input id="step" type="range" aria-label="step">
+<div id="bar"><select id="kind" aria-label="kind"></select>
+<select id="mark" aria-label="reward"><option>all<option>right<option>wrong</select>
+<input id="query" type="search" placeholder="search all steps"></div>
+<p id="where"></p>
+<div id="list"></div>
+<template id="setting"><span><i></i> <b></b></span></template>
+<template id="chart"><figure><figcaption></figcaption><b></b> <small></small>
+<svg viewBox="0 0 100 100" preserveAspectRatio="none"><line y2="100"/><polyline/></svg><i></i></figure></template>
+<template id="card"><article><b></b><div><small></small><pre class="prompt"></pre><pre></pre></div></article></template>
+<script type="application/json" id="run">@RUN@</script>
+<script>
+const $ = (id) => document.getElementById(id), run = JSON.parse($("run").textContent);
+const add = (id, into) => $(into).appendChild($(id).content.firstElementChild.cloneNode(true));
+const write = (node, texts) => { for (const name in texts) node.querySelector(name).textContent = texts[name]; };
+const show = (x) => `${x % 1 ? +x.toPrecision(3) : x}`;
+const range = (values) => values.reduce(([low, high], x) => [Math.min(low, x), Math.max(high, x)], [1 / 0, -1 / 0]);
+const share = (low, x, high) => (high > low ? (100 * (x - low)) / (high - low) : 50);
+const nearest = (rows, to) => rows.reduce((a, b) => (Math.abs(b.step - to) < Math.abs(a.step - to) ? b : a));
+const plain = (prompt) => (prompt.map ? prompt.map((turn) => `${turn.role}: ${turn.content}`).join("\n") : `${prompt}`);
+
+document.title = document.querySelector("h1").textContent = run.name;
+run.settings.forEach(([name, value]) => write(add("setting", "settings"), { i: name, b: value }));
+const [first, last] = range(run.metrics.map((row) => row.step));
+Object.assign($("step"), { min: first, max: last, value: last });
+const charts = run.panels.map(([key, title]) => {
+  const rows = run.metrics.filter((row) => Number.isFinite(row[key])), [low, high] = range(rows.map((row) => row[key]));
+  const chart = add("chart", "curves"), [svg, line, curve] = chart.querySelectorAll("svg, svg *");
+  const under = (event) => first + ((last - first) * (event.clientX - svg.getBoundingClientRect().x)) / svg.clientWidth;
+  write(chart, { figcaption: title, i: `from ${show(low)} to ${show(high)}` });
+  curve.setAttribute("points", rows.map((row) => [share(first, row.step, last), 100 - share(low, row[key], high)]));
+  chart.onpointermove = (event) => point(under(event));
+  chart.onpointerleave = () => point($("step").value);
+  chart.onclick = (event) => go(under(event));
+  return (to) => {
+    const row = nearest(rows, to);
+    line.setAttribute("transform", `translate(${share(first, row.step, last)})`);
+    write(chart, { b: show(row[key]), small: `step ${row.step}` });
+  };
+});
+const point = (to) => charts.forEach((chart) => chart(to));
+
+const sampled = run.samples.flatMap((row) => row.completions.map((completion, i) => (
+  { ...row, completion, value: (row.scores ?? row.rewards)[i] })));
+const greedy = run.eval_samples.map((row) => ({ ...row, value: row.score ?? row.reward }));
+const kinds = Object.entries({ sampled, "greedy, held out": greedy }).filter(([, rows]) => rows.length);
+const [worst, best] = range([...sampled, ...greedy].map((row) => row.value).concat(0, 1));
+const goodness = (row) => share(worst, row.value, best);
+$("kind").append(...kinds.map(([kind], i) => new Option(kind, i)));
+
+function render() {
+  point($("step").value);
+  if (!kinds.length) return;
+  const rows = kinds[$("kind").value][1], { step } = nearest(rows, $("step").value);
+  const mark = $("mark").value, word = $("query").value.toLowerCase();
+  const pool = rows.filter((row) => word || row.step === step);
+  const found = pool.filter((row) => (mark === "all" || (goodness(row) < 50) === (mark === "wrong")) &&
+    `${plain(row.prompt)}\n${row.completion}`.toLowerCase().includes(word));
+  const where = word ? "all steps" : `step ${step}`, cut = found.length > 200 ? ", the first 200 shown" : "";
+  $("where").textContent = `${where}: ${found.length} of ${pool.length} completions${cut}`;
+  $("list").replaceChildren();
+  found.slice(0, 200).forEach((row, i) => {
+    const card = add("card", "list"), prompt = row.prompt === found[i - 1]?.prompt ? "" : plain(row.prompt);
+    const note = [word && `step ${row.step}`, row.answer && `answer ${row.answer}`].filter(Boolean).join(", ");
+    card.style.setProperty("--mix", `color-mix(in oklab, var(--good) ${goodness(row)}%, var(--bad))`);
+    write(card, { b: show(row.value), small: note, ".prompt": prompt, ".prompt + pre": row.completion });
+  });
+}
+const go = (step) => { $("step").value = step; $("query").value = ""; render(); };
+document.oninput = (event) => (event.target.id === "step" ? go(event.target.value) : render());
+document.onkeydown = (event) => {
+  const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+  if (!by || event.target.id === "query" || event.altKey || event.ctrlKey || event.metaKey) return;
+  event.preventDefault();
+  go(+$("step").value + by);
+};
+render();
+</script>
+"""
+
+
+def gather(folder):
+    """What the page shows of a run."""
+    run, root = read_run(folder), Path(__file__).resolve().parents[1]
+    settings = [("script", run.script)]
+    for name, value in run.args.items():
+        if name not in ("run", "run_dir") and str(value) not in ("None", "False", ""):
+            settings.append((name, str(value).removeprefix(f"{root}/")))
+    panels = [(key, PANELS[key]) for key in choose_metrics({run.name: [run]})]
+    rows = {name: read_rows(run.folder / f"{name}.jsonl") for name in ("metrics", "samples", "eval_samples")}
+    return {"name": run.name, "settings": settings, "panels": panels} | rows
+
+
+def main(args):
+    path = Path(args.out or Path(args.run) / "look.html")
+    # Without a < no text of a run can end the element it stands in.
+    page = PAGE.replace("@RUN@", json.dumps(gather(args.run)).replace("<", "\\u003c"))
+    try:
+        path.write_text(page)
+    except OSError as error:
+        raise SystemExit(f"{path}: {error}") from None
+    print(f"written: {path}")
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", metavar="RUN", help="folder of a run")
+    parser.add_argument("--out", metavar="FILE", help="of the page (default: RUN/look.html)")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main(parse_args())

@@ -1,0 +1,187 @@
+"""Curves of runs against the step: a picture, shown where there is a screen, and a table of the last values.
+
+    python tools/plot.py runs/grpo__1__20260101-120000-3fa9
+    python tools/plot.py runs/grpo__* runs/dapo__* --out curves.png
+
+Runs whose args.json differ by the seed alone are one setting: a line, their mean, and a band from the lowest to the
+highest, at the steps at which each of them has a value; what one of them has after that is a thin line. Of several
+settings those metrics are shown that two of them have, and the main evaluation of each.
+"""
+
+import argparse
+import json
+import math
+import statistics
+from pathlib import Path
+from types import SimpleNamespace
+
+import matplotlib.pyplot as plt
+from matplotlib.backends import BackendFilter, backend_registry
+
+EVALUATIONS = {  # the first that a run has is its main one
+    "eval/accuracy": "greedy accuracy",
+    "eval/pair_accuracy": "held-out pairs told apart",
+    "eval/loss": "held-out loss, nats per token",
+    "eval/score": "held-out score",
+    "eval/reward": "held-out reward",
+}
+PANELS = EVALUATIONS | {
+    "eval/pair_chosen_log_ratio": "chosen over reference, nats",
+    "eval/pair_rejected_log_ratio": "rejected over reference, nats",
+    "reward/mean": "reward",
+    "score/mean": "score",
+    "loss/nll": "loss, nats per token",
+    "loss/preference": "loss",
+    "rollout/length_mean": "completion tokens",
+    "policy/entropy": "entropy, nats per token",
+    "policy/ref_kl": "KL to the reference, nats per token",
+    "policy/approx_kl": "KL of the update, nats per token",
+    "policy/clip_fraction_low": "clipped below, share of tokens",
+    "policy/clip_fraction_high": "clipped above, share of tokens",
+    "policy/clip_fraction_sequences_low": "clipped below, share of completions",
+    "policy/clip_fraction_sequences_high": "clipped above, share of completions",
+    "value/explained_variance": "explained variance of the values",
+    "optim/grad_norm": "gradient norm",
+}
+NOT_LEARNING = ("seed", "run_dir", "resume", "run", "track", "wandb_project", "eval_every", "save_every")
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # Okabe and Ito's
+
+
+def read_rows(path):
+    """The rows of a jsonl file, none where there is no file; nan and inf become None."""
+    lines, rows = path.read_bytes().splitlines(keepends=True) if path.is_file() else [], []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line, parse_constant=lambda _: None)
+            rows.append(row | {"step": int(row["step"])})
+        except (ValueError, TypeError, KeyError):
+            if line.endswith(b"\n"):  # the last line of a run at work may be half-written
+                raise SystemExit(f"{path}: line {number} is no JSON object with a step") from None
+    return rows
+
+
+def read_run(folder):
+    """A run's name, script, settings, curves {metric: {step: value}} and folder."""
+    folder = Path(folder)
+    if not (folder / "args.json").is_file():
+        raise SystemExit(f"{folder}: " + ("no run, it has no args.json" if folder.is_dir() else "no such folder"))
+    try:
+        args = json.loads((folder / "args.json").read_text())
+        about = {"script": folder.name.split("__")[0]} | args.get("run", {})
+    except (ValueError, AttributeError):
+        raise SystemExit(f"{folder / 'args.json'}: no JSON object of settings") from None
+    curves = {}
+    for row in read_rows(folder / "metrics.jsonl"):
+        for key, value in row.items():
+            if isinstance(value, int | float) and key != "step":
+                curves.setdefault(key, {})[row["step"]] = value
+    if not curves:
+        raise SystemExit(f"{folder}: no metrics yet")
+    # What it learns with, but for the seed: settings, data, and the functions above the line.
+    settings = {name: value for name, value in args.items() if name not in NOT_LEARNING}
+    settings |= {"data": ", ".join(about.get("data", []))} | about.get("functions", {})
+    about |= {"settings": settings, "curves": curves, "args": args, "name": folder.resolve().name, "folder": folder}
+    return SimpleNamespace(**about)
+
+
+def group_runs(runs):
+    """Return {label: runs of one setting}: what differs between runs of the same script, and the script if it does."""
+    settings, groups = {}, {}
+    for run in runs:
+        settings.setdefault((run.script, json.dumps(run.settings, sort_keys=True)), []).append(run)
+    for (script, _), group in settings.items():
+        siblings = [others[0].settings for (other, _), others in settings.items() if other == script]
+        words = [] if len(siblings) == len(settings) > 1 else [script]
+        for name, value in group[0].settings.items():
+            values = {str(sibling.get(name)) for sibling in siblings}
+            short = len({Path(text).name for text in values}) == len(values)
+            words += [f"{name} {Path(str(value)).name if short else value}"[:60]] if len(values) > 1 else []
+        label = ", ".join(words)
+        groups[label if label and label not in groups else f"{label} ({group[0].name})".strip()] = group
+    return groups
+
+
+def mean_and_band(curves):
+    """[(step, mean, lowest, highest)] at the steps at which every curve has a value."""
+    steps = sorted(set.intersection(*map(set, curves))) if curves else []
+    columns = [[curve[step] for curve in curves] for step in steps]
+    return [(step, statistics.fmean(column), min(column), max(column)) for step, column in zip(steps, columns)]
+
+
+def choose_metrics(groups):
+    """Of the usual metrics those to show."""
+    counts = {key: sum(any(key in run.curves for run in group) for group in groups.values()) for key in PANELS}
+    mains = {next((key for key in EVALUATIONS if key in run.curves), "") for group in groups.values() for run in group}
+    shared = [key for key in PANELS if counts[key] >= min(2, len(groups)) and key != "eval/reward"]  # mostly accuracy
+    return [key for key in PANELS if key in mains or key in shared]
+
+
+def draw(groups, keys):
+    """A panel for each metric, a colour for each setting."""
+    columns = min(4, math.ceil(math.sqrt(len(keys))))
+    rows = math.ceil(len(keys) / columns)
+    size = (4.2 * columns, 2.9 * rows + 0.5)
+    figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    for axis, key in zip(axes.flat, keys):
+        for number, (label, group) in enumerate(groups.items()):
+            curves = [run.curves[key] for run in group if key in run.curves]
+            style = {"color": COLORS[number % 7], "linestyle": ("-", "--", ":")[number // 7 % 3]}
+            steps, means, lowest, highest = list(zip(*mean_and_band(curves))) or [()] * 4
+            name = label if len(group) == 1 else f"{label}: mean of {len(group)}"
+            axis.plot(steps, means, marker="." if len(steps) < 25 else None, label=name, **style)
+            axis.fill_between(steps, lowest, highest, color=style["color"], alpha=0.2, linewidth=0)
+            for curve in curves:
+                later = sorted(step for step in curve if not steps or step >= steps[-1])
+                axis.plot(later, [curve[step] for step in later], linewidth=0.7, **style)
+        axis.set(title=PANELS.get(key, key), xlabel="step")
+        axis.grid(alpha=0.3)
+    for axis in axes.flat[len(keys) :]:
+        axis.axis("off")
+    handles, labels = axes.flat[0].get_legend_handles_labels()
+    per_row = max(1, min(len(labels), 30 * columns // max(map(len, labels))))
+    figure.legend(handles, labels, loc="outside upper center", ncols=per_row)
+    return figure
+
+
+def table(groups, keys):
+    """The values at the last step at which every run of a setting has one."""
+    lines = [("setting", "metric", "runs", "step", "mean", "lowest", "highest"), ("---",) * 7]
+    for label, group in groups.items():
+        for key in keys:
+            curves = [run.curves[key] for run in group if key in run.curves]
+            for step, *values in mean_and_band(curves)[-1:]:
+                lines.append((label, key, len(curves), step, *(f"{value:.4g}" for value in values)))
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def main(args):
+    runs = [read_run(folder) for folder in {Path(folder).resolve(): folder for folder in args.runs}.values()]
+    groups = group_runs(runs)
+    found = {key for run in runs for key in run.curves}
+    keys = args.metrics or choose_metrics(groups)
+    if not keys or not found.issuperset(keys):
+        lacking = ", ".join(key for key in keys if key not in found) or "any of the usual metrics"
+        raise SystemExit(f"no run has {lacking}; --metrics may be {', '.join(sorted(found))}")
+    path = Path(args.out or (runs[0].folder / "plot.png" if len(runs) == 1 else "plot.png"))
+    figure = draw(groups, keys)
+    try:
+        figure.savefig(path, dpi=100)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{path}: {error}") from None
+    print(table(groups, keys))
+    print(f"written: {path}")
+    if plt.get_backend().lower() in backend_registry.list_builtin(BackendFilter.INTERACTIVE):
+        plt.show()
+    plt.close(figure)
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run")
+    parser.add_argument("--out", metavar="FILE", help="of the picture (default: RUN/plot.png, of several plot.png)")
+    parser.add_argument("--metrics", nargs="+", metavar="KEY", help="of metrics.jsonl, in place of the usual ones")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main(parse_args())

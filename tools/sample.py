@@ -1,0 +1,140 @@
+"""Sample completions as grpo.py does, with its defaults, templates, stop tokens and rewards; print and keep them.
+
+    python tools/sample.py --model runs/sft/checkpoint --temperature 0
+    python tools/sample.py --model path/to/model --prompt "What is 17 * 3?" --prompt "What is 3 * 17?"
+
+Without --prompt and --dataset, prompts are the lines of standard input if that is no terminal and has any. One's own
+prompts have no answers and so no rewards, and are kept with --out only. Rejection sampling:
+
+    python tools/sample.py --split train --out samples.jsonl
+    python sft.py --model models/tiny --dataset samples.jsonl --min-reward 1
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from tqdm import tqdm
+
+import grpo
+
+SETTINGS = "model dataset system_prompt max_prompt_length max_completion_length eval_prompts seed".split()
+
+
+def parse_args(line=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--prompt", action="append", default=[], help="a prompt of your own; may be given repeatedly")
+    add("--split", choices=("test", "train"), default="test", help="held-out rows, or training's")
+    add("--num-prompts", type=int, help="the first of the split (default: as many as --eval-prompts)")
+    add("--num-samples", type=int, default=4, help="completions per prompt (default: 4)")
+    add("--temperature", type=float, default=1.0, help="0 is greedy, one completion (default: 1)")
+    add("--rollout-batch-size", type=int, default=128, help="most decoded at once (default: 128)")
+    add("--show", type=int, default=8, help="prompts of the dataset that are printed (default: 8)")
+    add("--out", help="new file of prompt, completion, reward, which sft.py reads (default: in runs/)")
+    add("--precision", choices=("bfloat16", "float32"), default=grpo.Args.precision, help="as in grpo.py")
+    for setting in [setting for setting in fields(grpo.Args) if setting.name in SETTINGS]:
+        kind, flag = int if "int" in str(setting.type) else str, f"--{setting.name.replace('_', '-')}"
+        add(flag, type=kind, default=setting.default, help="as in grpo.py")
+    given = parser.parse_args(line)
+    for name, value in vars(given).items():
+        least = int(name not in ("eval_prompts", "temperature", "show"))
+        if isinstance(value, int | float) and name != "seed" and not least <= value < math.inf:
+            raise SystemExit(f"--{name.replace('_', '-')} {value}: must be a finite number of at least {least}")
+    if given.prompt and given.dataset:
+        raise SystemExit("--prompt and --dataset: give one of them")
+    if given.out is not None and os.path.lexists(given.out):
+        raise SystemExit(f"--out {given.out} exists: choose another")
+    return given
+
+
+def load_rows(given, args, tokenizer):
+    """Rows as load_prompts has them: one's own prompts, or the first of the split."""
+    settings = (tokenizer, args.system_prompt, args.max_prompt_length)
+    for number, text in enumerate(given.prompt, 1):
+        with grpo.one_line(f"prompt {number}, {text[:60]!r}"):
+            row, remark = grpo.read_prompt({"prompt": text}, *settings)
+            if row is None:
+                raise ValueError(remark)
+        yield row
+    if not given.prompt:
+        held_out = max(args.eval_prompts, given.num_prompts or 0) if given.split == "test" else args.eval_prompts
+        train, test, report = grpo.load_prompts(args.dataset, *settings, held_out)
+        print(report)
+        if given.split == "test" and not test:
+            raise SystemExit("--eval-prompts 0: no rows are held out; did you mean --split train?")
+        yield from (test if given.split == "test" else train)[: given.num_prompts or args.eval_prompts or None]
+
+
+def with_system(prompt, system_prompt):
+    """The prompt with the system message it was sampled with, which sft.py then trains on, too."""
+    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    if not system_prompt or messages[0]["role"] == "system":
+        return prompt
+    return [{"role": "system", "content": system_prompt}, *messages]
+
+
+def summary(samples, n):
+    """A line of means over completions, of which n are of a prompt, and of pass@k where there are answers."""
+    rows, texts, rewards, truncated = zip(*samples)
+    words = [f"{len(texts) // n} prompts, {len(texts)} completions, truncated {sum(truncated) / len(texts):.3f}"]
+    words.append("no answers, so no rewards" if None in rewards else f"mean reward {sum(rewards) / len(texts):.3f}")
+    if rows[0]["answer"] is not None:
+        right = [grpo.is_right(text, row["answer"]) for row, text in zip(rows, texts)]
+        words.append(f"accuracy {sum(right) / len(texts):.3f}")
+        for k in (2**power for power in range(1, n.bit_length())):
+            wrong = [math.comb(n - sum(right[i : i + n]), k) / math.comb(n, k) for i in range(0, len(texts), n)]
+            words.append(f"pass@{k} {1 - sum(wrong) / len(wrong):.3f}")
+    return ", ".join(words)
+
+
+def main(given):
+    if not given.prompt and given.dataset is None and sys.stdin and not sys.stdin.isatty():
+        given.prompt = [line for line in sys.stdin.read().splitlines() if line.strip()]
+    settings = {name: getattr(given, name) for name in (*SETTINGS, "rollout_batch_size", "precision")}
+    args = grpo.resolve_args(grpo.Args(**settings))
+    tokenizer = grpo.load_tokenizer(args.model)
+    rows = list(load_rows(given, args, tokenizer))
+    model, stop_ids = grpo.load_model(args.model, tokenizer)
+    longest = max(len(row["prompt_ids"]) for row in rows)
+    grpo.check_model(model, rows[0]["prompt_ids"], longest + args.max_completion_length)
+    sampler = grpo.make_sampler(model, torch.device("cuda" if torch.cuda.is_available() else "cpu"), args.precision)
+    torch.manual_seed(args.seed % 2**63)
+    n, samples = given.num_samples if given.temperature else 1, []
+    draw, shown = (grpo.sample_completions, len(rows)) if given.prompt else (grpo.rollout, given.show)
+    size = max(1, args.rollout_batch_size // n)  # prompts at once
+    out = given.out or (None if given.prompt else args.run_dir.replace("grpo", "samples", 1) + ".jsonl")
+    with grpo.one_line(f"--out {out}: cannot be written"):
+        if not given.out:
+            Path(out or os.devnull).parent.mkdir(exist_ok=True)
+        file = open(out or os.devnull, "x" if out else "w")
+    for start in tqdm(range(0, len(rows), size), unit="batch", disable=None):
+        part = [row for row in rows[start : start + size] for _ in range(n)]
+        batch, texts = draw(sampler, tokenizer, part[::n], n, given.temperature, stop_ids, args)
+        rewards = batch["rewards"].tolist() if "rewards" in batch else [None] * len(texts)
+        for row, text, reward, truncated in zip(part, texts, rewards, batch["truncated"].tolist()):
+            # As float32 a reward of 0.7 is a little less, and --min-reward 0.7 would drop it.
+            reward = None if reward is None else float(f"{reward:.6g}")
+            if len(samples) < shown * n:
+                if len(samples) % n == 0:
+                    tqdm.write(row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"])
+                label = "-" if reward is None else f"{reward:.2f}"
+                tqdm.write(f"{label:>6}  " + text.replace("\n", "\n" + " " * 8) + " [cut off]" * truncated)
+            kept = {"prompt": with_system(row["prompt"], args.system_prompt), "completion": text, "reward": reward}
+            file.write(json.dumps(kept) + "\n")
+            samples.append((row, text, reward, truncated))
+    file.close()
+    if out:
+        print(f"written: {out}")
+    print(summary(samples, n))
+
+
+if __name__ == "__main__":
+    main(parse_args())
