@@ -62,8 +62,9 @@ def flags_of(path):
     source = (ROOT / path).read_text()
     declared = {found.replace("_", "-") for found in re.findall(r"^    (\w+): ", source, re.M)}
     declared |= set(re.findall(r'"--([a-z][\w-]*)"', source))
-    declared |= set().union(*FLAGS.values()) if name in ("memory", "sample") else set()  # those of a script
-    return declared | {f"no-{found}" for found in declared}
+    if name in ("memory", "sample"):  # which take some of the scripts' flags
+        declared |= {setting.replace("_", "-") for setting in importlib.import_module(f"tools.{name}").SETTINGS}
+    return declared
 
 
 @each_page
