@@ -434,7 +434,7 @@ def is_embedded(model):
 def check_args(args, world_size):
     """Exit with one line if the settings cannot work."""
     at_least_1 = ("prompts_per_step", "group_size", "max_prompt_length", "max_completion_length", "minibatch_size")
-    at_least_1 += ("microbatch_tokens", "update_epochs", "max_rounds", "eval_every", "save_every")
+    at_least_1 += ("microbatch_tokens", "update_epochs", "max_rounds", "tool_tokens", "eval_every", "save_every")
     for name, value in vars(args).items():
         flag = f"--{name.replace('_', '-')} {value}"
         kinds = getattr(Args.__dataclass_fields__[name].type, "__args__", (Args.__dataclass_fields__[name].type,))
@@ -1258,10 +1258,11 @@ def sample_completions(model, tokenizer, prompts, num_samples, temperature, stop
     prompts = [prompt for prompt in prompts for _ in range(num_samples)]
     prompt_ids, prompt_mask = pad_left([prompt["prompt_ids"] for prompt in prompts], pad_id, model.device)
     size = args.rollout_batch_size or len(prompts)
-    parts = [
-        generate(model, ids, mask, args.max_completion_length, temperature, stop_ids, pad_id, with_logprobs=True)
-        for ids, mask in zip(prompt_ids.split(size), prompt_mask.split(size))
-    ]
+    limits, parts = (args.max_completion_length, temperature, stop_ids, pad_id), []
+    make_writer = globals().get("make_writer")  # of a script that writes between the tokens that are drawn
+    for ids, mask in zip(prompt_ids.split(size), prompt_mask.split(size)):
+        edit = make_writer and make_writer(len(ids), tokenizer, args)
+        parts.append(generate(model, ids, mask, *limits, with_logprobs=True, edit=edit))
     completion_ids, completion_mask, sampler_logprobs = (torch.cat(part) for part in zip(*parts))
     lengths = completion_mask.sum(1)  # (B,)
     completions = [ids[:length] for ids, length in zip(completion_ids.tolist(), lengths.tolist())]
@@ -1279,30 +1280,30 @@ def sample_completions(model, tokenizer, prompts, num_samples, temperature, stop
 
 
 @torch.no_grad()
-def generate(model, prompt_ids, prompt_mask, max_completion_length, temperature, stop_ids, pad_id, with_logprobs=False):
+def generate(
+    model, prompt_ids, prompt_mask, max_completion_length, temperature, stop_ids, pad_id, with_logprobs=False, edit=None
+):
     """Sample a completion of each prompt, up to and including the first stop id.
 
     prompts (B, P) left-padded -> completion_ids, completion_mask (B, max_completion_length) right-padded; and, if
     asked for, the log-probabilities this model sampled the tokens with, 0 where masked and at temperature 0.
+    edit, if given, is told what was drawn in each row, and returns what is written there (grpo_tools.py).
     """
     was_training = model.training
     model.eval()  # gradient checkpointing would turn the cache off
     stop_ids = torch.tensor(stop_ids, device=prompt_ids.device, dtype=torch.long)
     completion_ids = prompt_ids.new_full((len(prompt_ids), max_completion_length), pad_id)
     completion_mask, sampler_logprobs = torch.zeros_like(completion_ids), torch.zeros_like(completion_ids).float()
-    # Completions of one prompt are adjacent: each prompt is read once.
-    both = torch.cat([prompt_ids, prompt_mask.long()], 1)  # (B, 2 P)
-    unique, row_of = torch.unique_consecutive(both, dim=0, return_inverse=True)
-    ids, mask = unique.chunk(2, 1)
-    logits, cache = next_logits(model, ids, mask, {})
-    ids, mask, logits = ids[row_of], mask[row_of], logits[row_of]  # (B, P), (B, P), (B, V)
-    select_rows(cache, row_of)
-    rows = torch.arange(len(prompt_ids), device=prompt_ids.device)  # those still being written
+    logits, cache = read_prompts(model, prompt_ids, prompt_mask)
+    ids, mask, rows = prompt_ids, prompt_mask, torch.arange(len(prompt_ids), device=prompt_ids.device)  # not yet ended
     for t in range(max_completion_length):
         tokens, logprobs = sample_tokens(logits, temperature)
+        ended = torch.isin(tokens, stop_ids)
+        if edit is not None:
+            tokens, logprobs, ended = edit(rows, tokens, logprobs, ended)
         completion_ids[rows, t], sampler_logprobs[rows, t] = tokens, logprobs
         completion_mask[rows, t] = 1
-        running = torch.isin(tokens, stop_ids, invert=True).nonzero().squeeze(1)
+        running = (~ended).nonzero().squeeze(1)
         if t + 1 == max_completion_length or len(running) == 0:
             break
         if len(running) < len(rows):  # finished rows leave the batch
@@ -1313,6 +1314,18 @@ def generate(model, prompt_ids, prompt_mask, max_completion_length, temperature,
         logits, cache = next_logits(model, ids, mask, cache)
     model.train(was_training)
     return (completion_ids, completion_mask, sampler_logprobs)[: 3 if with_logprobs else 2]
+
+
+def read_prompts(model, prompt_ids, prompt_mask):
+    """Logits (B, V) of what follows the prompts (B, P), and the cache that holds these.
+
+    Completions of one prompt are adjacent: each prompt is read once.
+    """
+    both = torch.cat([prompt_ids, prompt_mask.long()], 1)  # (B, 2 P)
+    unique, row_of = torch.unique_consecutive(both, dim=0, return_inverse=True)
+    logits, cache = next_logits(model, *unique.chunk(2, 1), {})
+    select_rows(cache, row_of)
+    return logits[row_of], cache
 
 
 def sample_tokens(logits, temperature):

@@ -15,6 +15,9 @@ with PPO" (2024) https://arxiv.org/abs/2403.17031v1.
     V         the value model, which starts as a copy of the reward model and learns Aₜ + V_old(sₜ)
     ε, β, γ, λ   --clip-eps, --kl-coef, --gamma, --gae-lambda
 
+With --ptx-coef c (PPO-ptx; the γ of eq. 2 of Ouyang et al.) J(θ) has c E log π_θ(x) besides, per token x of the texts
+of --ptx-dataset, which the policy should not unlearn.
+
 Compared with grpo.py
 - An advantage per token from a learned value model, in place of one per completion from its group: one completion a
   prompt, and four models in memory (policy, value model, reference, reward model).
@@ -23,8 +26,8 @@ Compared with grpo.py
 - The KL penalty is in the reward (k1, no gradient through it); the loss is a mean over tokens.
 
 Departures from the papers
-- No entropy bonus and no pretraining loss (PPO-ptx); no weight of the value loss, which has a model, a learning rate
-  and a gradient norm of its own.
+- No entropy bonus, and by default no pretraining loss (--ptx-coef); no weight of the value loss, which has a model, a
+  learning rate and a gradient norm of its own.
 - Learning rates stay constant after the warm-up; those of Huang et al. fall to 0.
 - The score belongs to the last token of a completion; the code of Huang et al. puts it one position later.
 - A completion without stop token loses a penalty from its score; Huang et al. set its score to -1.
@@ -96,6 +99,8 @@ class Args:
     """json, jsonl, csv or parquet file, folder, or hub name as in openai/gsm8k:main (default: data/addition)"""
     reward_model: str | None = by_model(str(Path(__file__).resolve().parent / "models" / "tiny-reward"), "")
     """folder or hub name, or none to train on reward_fn (embedded: models/tiny-reward; real: must be given)"""
+    ptx_dataset: str | None = by_model(str(Path(__file__).resolve().parent / "data" / "addition" / "sft.jsonl"), "")
+    """rows with text, or as sft.py has them, for --ptx-coef (embedded: data/addition/sft.jsonl; real: must be given)"""
     system_prompt: str = ""
     """system message put before every prompt that has none; as the reward model was trained"""
     max_prompt_length: int | None = by_model(32, 512)
@@ -168,6 +173,8 @@ class Args:
     """lambda of generalized advantage estimation (0.95 in Huang et al.)"""
     missing_stop_penalty: float = 1.0
     """taken off the score of a completion that was cut off before a stop token"""
+    ptx_coef: float = 0.0
+    """what a nat of the mean loss on a token of --ptx-dataset costs (PPO-ptx; 0 reads no texts)"""
 
 
 def is_right(completion, answer):
@@ -292,6 +299,20 @@ def value_loss(values, old_values, returns, completion_mask, value_clip_eps):
     return loss, metrics
 
 
+def accumulate_ptx(policy, batch, args):
+    """Add ptx_coef times the gradient of the texts' negative log-likelihood, a mean over the tokens of all ranks."""
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    rows = torch.arange(len(batch["lengths"]), device=batch["lengths"].device)
+    total, num_tokens = 0.0, all_reduce(batch["loss_mask"].sum())
+    for part in microbatches(batch, rows, args.microbatch_tokens):
+        inputs = [part[key] for key in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")]
+        logprobs, *_ = policy(*inputs, 1.0)
+        loss = -torch.where(part["loss_mask"], logprobs, 0.0).sum()
+        (loss * (args.ptx_coef * world_size / num_tokens)).backward()
+        total = total + loss.detach()
+    return all_reduce(total) / num_tokens
+
+
 def accumulate_gradients(policy, batch, rows, divisor, on_policy, args):
     """Add the gradients of both losses over these rows of every rank, divided by divisor; return summed metrics."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -343,8 +364,9 @@ def main(args):
     train_prompts, eval_prompts, report = load_prompts(
         args.dataset, tokenizer, args.system_prompt, args.max_prompt_length, args.eval_prompts, not is_new
     )
+    ptx_rows, ptx_report = load_texts(args, tokenizer) if args.ptx_coef else ([], "")
     model, stop_ids = load_model(args.model, tokenizer, args.lora_rank)
-    longest = max(len(prompt["prompt_ids"]) for prompt in train_prompts + eval_prompts)
+    longest = max([len(row["prompt_ids"]) for row in train_prompts + eval_prompts] + [row["start"] for row in ptx_rows])
     check_model(model, train_prompts[0]["prompt_ids"], longest + args.max_completion_length)
     sampler = make_sampler(model, device, args.precision)
     shard_blocks(model, device, args.precision)  # before another float32 model is loaded
@@ -362,7 +384,7 @@ def main(args):
         reward_model = shard(ScoreModel(reward_model), device, args.precision)
     groups = [{"params": list(trained.parameters())} for trained in (policy.model, policy.value_model)]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.0, fused=True)
-    last_step, progress = open_run(args, policy, optimizer, tokenizer, report)
+    last_step, progress = open_run(args, policy, optimizer, tokenizer, report + ptx_report)
     if reward_model is not None:
         policy.score_mean, policy.score_std = load_normalization(
             last_step, reward_model, sampler, tokenizer, train_prompts, stop_ids, args, rank, world_size
@@ -396,11 +418,15 @@ def main(args):
             # update: one optimizer step per minibatch
             orders = [torch.randperm(len(texts), device=device) for _ in range(args.update_epochs)]
             minibatches = [rows for order in orders for rows in order.tensor_split(minibatches_per_epoch)]
-            totals, divisors, grad_norms = {}, [], []
+            totals, divisors, grad_norms, ptx_losses = {}, [], [], []
             for update, rows in enumerate(minibatches):
                 divisors.append(all_reduce(mask[rows].sum()))  # a mean over tokens
                 add_metrics(totals, accumulate_gradients(policy, batch, rows, divisors[-1], update == 0, args))
                 optimizer_step = (step - 1) * len(minibatches) + update + 1
+                if ptx_rows:  # as many as completions
+                    first = (optimizer_step - 1) * args.minibatch_size
+                    picked = pick_rows(ptx_rows, first, args.minibatch_size, args.seed)[rank::world_size]
+                    ptx_losses.append(accumulate_ptx(policy, collate(picked, 0, device), args))
                 warmup = min(1.0, optimizer_step / max(1, args.warmup_steps))
                 learning_rates = args.learning_rate * warmup, args.value_learning_rate * warmup
                 grad_norms.append(step_optimizer(optimizer, learning_rates, args.max_grad_norm))
@@ -410,6 +436,7 @@ def main(args):
 
             # metrics of the whole step over all ranks, and its first samples
             metrics = step_metrics(totals | rollout_metrics(batch), sum(divisors), clock)
+            metrics |= {"loss/ptx": sum(ptx_losses) / len(ptx_losses)} if ptx_rows else {}
             metrics["value/explained_variance"] = explained_variance(returns, old_values, mask)
             policy_norms, value_norms = zip(*grad_norms)
             metrics["optim/grad_norm"] = sum(policy_norms) / len(grad_norms)
@@ -551,7 +578,7 @@ def is_embedded(model):
 def check_args(args, world_size):
     """Exit with one line if the settings cannot work."""
     at_least_1 = ("prompts_per_step", "group_size", "max_prompt_length", "max_completion_length", "minibatch_size")
-    at_least_1 += ("microbatch_tokens", "update_epochs", "max_rounds", "eval_every", "save_every")
+    at_least_1 += ("microbatch_tokens", "update_epochs", "max_rounds", "tool_tokens", "eval_every", "save_every")
     for name, value in vars(args).items():
         flag = f"--{name.replace('_', '-')} {value}"
         kinds = getattr(Args.__dataclass_fields__[name].type, "__args__", (Args.__dataclass_fields__[name].type,))
@@ -880,6 +907,85 @@ def fingerprint(thing):
     with contextlib.suppress(OSError, TypeError):
         thing = thing if isinstance(thing, str) else inspect.getsource(thing)
     return hashlib.sha256((thing if isinstance(thing, str) else type(thing).__name__).encode()).hexdigest()[:12]
+
+
+def load_texts(args, tokenizer):
+    """Return rows {ids, trained, start} of --ptx-dataset but the last --eval-prompts, as in sft.py, and a report.
+
+    A text is cut to --max-completion-length; its first token has nothing to be predicted from.
+    """
+    if not args.ptx_dataset:
+        raise SystemExit("--ptx-dataset is missing: give a file of rows with text, or with prompt and completion")
+    args.ptx_dataset = os.path.abspath(args.ptx_dataset) if os.path.exists(args.ptx_dataset) else args.ptx_dataset
+    stop_ids = {find_turn_end(tokenizer), tokenizer.eos_token_id}
+
+    def read(row):
+        text = row.get("text")
+        if text is None and ("text" not in row or {"prompt", "question", "problem", "messages"} & {*row}):
+            ids, trained = encode_row(tokenizer, row, args.system_prompt, stop_ids)
+        elif not isinstance(text, str | None):
+            raise ValueError(f"text must be a text, not {text!r:.80}")
+        else:
+            ids = tokenizer(text or "")["input_ids"][: 1 + args.max_completion_length]
+            trained = [place > 0 for place in range(len(ids))]
+        start = trained.index(True) if any(trained) else 0
+        if start == 0:
+            return None, "dropped, without a token to train"
+        if start > args.max_prompt_length or len(ids) - start > args.max_completion_length:
+            return None, f"dropped, longer than {args.max_prompt_length} + {args.max_completion_length} tokens"
+        return {"ids": ids, "trained": trained, "start": start}, None
+
+    rows, _, report = load_rows(args.ptx_dataset, args.eval_prompts, read, "--ptx-dataset")
+    return rows, f"\n--ptx-dataset: {report.splitlines()[0]}"
+
+
+def encode_row(tokenizer, row, system_prompt, stop_ids):
+    """Return the ids of a row, a prompt and its completion or {messages}, and which of them are trained."""
+    messages = as_messages(row.get("messages"), "messages", None)
+    if row.get("messages") is None:
+        prompts = [name for name in ("prompt", "question", "problem") if name in row]
+        completions = [name for name in ("completion", "answer", "solution") if name in row]
+        if not prompts or not completions:
+            wanted = "a column prompt, question or problem and a column completion, answer or solution, or messages"
+            raise ValueError(f"needs {wanted}; found {', '.join(row)}")
+        prompt = as_messages(row[prompts[0]], prompts[0])
+        completion = as_messages(row[completions[0]], completions[0], "assistant")
+        messages = prompt + completion if prompt and completion else []
+    if not messages:
+        return [], []
+    if system_prompt and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system_prompt}, *messages]
+    if tokenizer.chat_template is not None:
+        return encode_conversation(tokenizer, messages, stop_ids)
+    if row.get("messages") is not None:
+        raise ValueError("the tokenizer has no chat template, which messages need")
+    prompt_ids = encode_prompt(tokenizer, messages[:-1], "")
+    completion_ids = tokenizer(messages[-1]["content"], add_special_tokens=False)["input_ids"]
+    completion_ids = [*completion_ids, tokenizer.eos_token_id]
+    return prompt_ids + completion_ids, [False] * len(prompt_ids) + [True] * len(completion_ids)
+
+
+def encode_conversation(tokenizer, messages, stop_ids):
+    """Return the ids of a conversation and which of them are trained: the assistant's turns, each up to its stop token.
+
+    The turns are found by rendering the conversation's beginnings, each of which must begin the next; a ValueError
+    says where one does not.
+    """
+    ids, trained = [], []
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        for part, is_prompt in ((messages[:i], True), (messages[: i + 1], False)):
+            rendered = render_chat(tokenizer, part, is_prompt)
+            if rendered[: len(ids)] != ids:
+                raise ValueError(f"the chat template changes what comes before message {i + 1}")
+            turn = rendered[len(ids) :]
+            stop = next((k for k, token in enumerate(turn) if token in stop_ids), None)
+            if stop is None and not is_prompt:
+                raise ValueError(f"the chat template writes no stop token after message {i + 1}")
+            ids = rendered
+            trained += [not is_prompt and k <= stop for k in range(len(turn))]
+    return ids, trained
 
 
 def load_model(name, tokenizer, lora_rank=0):
@@ -1488,10 +1594,11 @@ def sample_completions(model, tokenizer, prompts, num_samples, temperature, stop
     prompts = [prompt for prompt in prompts for _ in range(num_samples)]
     prompt_ids, prompt_mask = pad_left([prompt["prompt_ids"] for prompt in prompts], pad_id, model.device)
     size = args.rollout_batch_size or len(prompts)
-    parts = [
-        generate(model, ids, mask, args.max_completion_length, temperature, stop_ids, pad_id, with_logprobs=True)
-        for ids, mask in zip(prompt_ids.split(size), prompt_mask.split(size))
-    ]
+    limits, parts = (args.max_completion_length, temperature, stop_ids, pad_id), []
+    make_writer = globals().get("make_writer")  # of a script that writes between the tokens that are drawn
+    for ids, mask in zip(prompt_ids.split(size), prompt_mask.split(size)):
+        edit = make_writer and make_writer(len(ids), tokenizer, args)
+        parts.append(generate(model, ids, mask, *limits, with_logprobs=True, edit=edit))
     completion_ids, completion_mask, sampler_logprobs = (torch.cat(part) for part in zip(*parts))
     lengths = completion_mask.sum(1)  # (B,)
     completions = [ids[:length] for ids, length in zip(completion_ids.tolist(), lengths.tolist())]
@@ -1509,30 +1616,30 @@ def sample_completions(model, tokenizer, prompts, num_samples, temperature, stop
 
 
 @torch.no_grad()
-def generate(model, prompt_ids, prompt_mask, max_completion_length, temperature, stop_ids, pad_id, with_logprobs=False):
+def generate(
+    model, prompt_ids, prompt_mask, max_completion_length, temperature, stop_ids, pad_id, with_logprobs=False, edit=None
+):
     """Sample a completion of each prompt, up to and including the first stop id.
 
     prompts (B, P) left-padded -> completion_ids, completion_mask (B, max_completion_length) right-padded; and, if
     asked for, the log-probabilities this model sampled the tokens with, 0 where masked and at temperature 0.
+    edit, if given, is told what was drawn in each row, and returns what is written there (grpo_tools.py).
     """
     was_training = model.training
     model.eval()  # gradient checkpointing would turn the cache off
     stop_ids = torch.tensor(stop_ids, device=prompt_ids.device, dtype=torch.long)
     completion_ids = prompt_ids.new_full((len(prompt_ids), max_completion_length), pad_id)
     completion_mask, sampler_logprobs = torch.zeros_like(completion_ids), torch.zeros_like(completion_ids).float()
-    # Completions of one prompt are adjacent: each prompt is read once.
-    both = torch.cat([prompt_ids, prompt_mask.long()], 1)  # (B, 2 P)
-    unique, row_of = torch.unique_consecutive(both, dim=0, return_inverse=True)
-    ids, mask = unique.chunk(2, 1)
-    logits, cache = next_logits(model, ids, mask, {})
-    ids, mask, logits = ids[row_of], mask[row_of], logits[row_of]  # (B, P), (B, P), (B, V)
-    select_rows(cache, row_of)
-    rows = torch.arange(len(prompt_ids), device=prompt_ids.device)  # those still being written
+    logits, cache = read_prompts(model, prompt_ids, prompt_mask)
+    ids, mask, rows = prompt_ids, prompt_mask, torch.arange(len(prompt_ids), device=prompt_ids.device)  # not yet ended
     for t in range(max_completion_length):
         tokens, logprobs = sample_tokens(logits, temperature)
+        ended = torch.isin(tokens, stop_ids)
+        if edit is not None:
+            tokens, logprobs, ended = edit(rows, tokens, logprobs, ended)
         completion_ids[rows, t], sampler_logprobs[rows, t] = tokens, logprobs
         completion_mask[rows, t] = 1
-        running = torch.isin(tokens, stop_ids, invert=True).nonzero().squeeze(1)
+        running = (~ended).nonzero().squeeze(1)
         if t + 1 == max_completion_length or len(running) == 0:
             break
         if len(running) < len(rows):  # finished rows leave the batch
@@ -1543,6 +1650,18 @@ def generate(model, prompt_ids, prompt_mask, max_completion_length, temperature,
         logits, cache = next_logits(model, ids, mask, cache)
     model.train(was_training)
     return (completion_ids, completion_mask, sampler_logprobs)[: 3 if with_logprobs else 2]
+
+
+def read_prompts(model, prompt_ids, prompt_mask):
+    """Logits (B, V) of what follows the prompts (B, P), and the cache that holds these.
+
+    Completions of one prompt are adjacent: each prompt is read once.
+    """
+    both = torch.cat([prompt_ids, prompt_mask.long()], 1)  # (B, 2 P)
+    unique, row_of = torch.unique_consecutive(both, dim=0, return_inverse=True)
+    logits, cache = next_logits(model, *unique.chunk(2, 1), {})
+    select_rows(cache, row_of)
+    return logits[row_of], cache
 
 
 def sample_tokens(logits, temperature):
@@ -1643,6 +1762,24 @@ def add_metrics(totals, metrics):
     for key, value in metrics.items():
         before = totals.get(key, torch.zeros_like(value))
         totals[key] = torch.maximum(before, value) if key.endswith("_max") else before + value
+
+
+def collate(rows, pad_id, device):
+    """Return a batch of tensors: all before a row's first trained token is its prompt, the rest its completion."""
+    prompt_ids, prompt_mask = pad_left([row["ids"][: row["start"]] for row in rows], pad_id, device)
+    width = max(len(row["ids"]) - row["start"] for row in rows)
+
+    def pad_right(values, fill):
+        return torch.tensor([list(value) + [fill] * (width - len(value)) for value in values], device=device)
+
+    return {
+        "prompt_ids": prompt_ids,
+        "prompt_mask": prompt_mask,
+        "completion_ids": pad_right([row["ids"][row["start"] :] for row in rows], pad_id),
+        "completion_mask": pad_right([[1] * (len(row["ids"]) - row["start"]) for row in rows], 0),
+        "loss_mask": pad_right([row["trained"][row["start"] :] for row in rows], False),
+        "lengths": torch.tensor([len(row["ids"]) for row in rows], device=device),
+    }
 
 
 def step_optimizer(optimizer, learning_rates, max_grad_norm):

@@ -334,7 +334,7 @@ def is_embedded(model):
 def check_args(args, world_size):
     """Exit with one line if the settings cannot work."""
     at_least_1 = ("prompts_per_step", "group_size", "max_prompt_length", "max_completion_length", "minibatch_size")
-    at_least_1 += ("microbatch_tokens", "update_epochs", "max_rounds", "eval_every", "save_every")
+    at_least_1 += ("microbatch_tokens", "update_epochs", "max_rounds", "tool_tokens", "eval_every", "save_every")
     for name, value in vars(args).items():
         flag = f"--{name.replace('_', '-')} {value}"
         kinds = getattr(Args.__dataclass_fields__[name].type, "__args__", (Args.__dataclass_fields__[name].type,))

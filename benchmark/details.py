@@ -1,6 +1,6 @@
-"""What happens on the embedded task when an implementation detail is done otherwise, in each of the nine scripts.
+"""What happens on the embedded task when an implementation detail is done otherwise, in each script.
 
-    python benchmark/details.py [SCRIPT ...] [--seeds 1 2] [--only NAME]        (default: all nine, seed 1)
+    python benchmark/details.py [SCRIPT ...] [--seeds 1 2] [--only NAME]        (default: all, seed 1)
 
 Every run is a process of its own with one thread, of the script as DETAILS edits it. Finished runs are added to
 benchmark/results/details.csv and not made again; benchmark/results/details.md is written from it after each.
@@ -35,6 +35,11 @@ OLD_OF_SAMPLER = [
 ]
 CENTRED = "advantages = groups - groups.mean(1, keepdim=True)"
 VALUES = "values = (token_values(self.value_model, *inputs) - self.score_mean) / self.score_std"
+NO_TOOL = ('return str(int(call[1]) + int(call[2])) if call else ""', 'return ""')
+TOOL_TRAINED = [
+    ('part["action_mask"],\n            args.clip_eps', 'part["completion_mask"],\n            args.clip_eps'),
+    ('part.get("sampler_logprobs"),', "None,"),  # of the reply there are none
+]
 
 # {script: {name of the detail: (flags, [(what is replaced, by what), ...])}}
 DETAILS = {
@@ -254,6 +259,52 @@ DETAILS = {
             ],
         ),
     },
+    "cispo": {
+        AS_IT_IS: ("", []),
+        "the clipped objective of dapo.py": (
+            "",
+            [
+                (
+                    "-weight * clipped_ratio * advantages * logprobs",
+                    "-weight * torch.min(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)",
+                )
+            ],
+        ),
+        "--clip-eps-high 0.2": ("--clip-eps-high 0.2", []),
+        "a bound below, too: 0.8": ("", [(".clamp(max=1 + clip_eps_high)", ".clamp(0.8, 1 + clip_eps_high)")]),
+        "a gradient through the ratio": ("", [("1 + clip_eps_high).detach()", "1 + clip_eps_high)")]),
+        "mean per completion": (
+            "",
+            [
+                (f"{SUM_OF_TOKENS}\n", f"{MEANS_OF_COMPLETIONS}\n"),
+                (f"{PER_TOKEN}  # a mean over tokens", PER_COMPLETION),
+            ],
+        ),
+    },
+    "grpo_tools": {
+        AS_IT_IS: ("", []),
+        "no tool": ("", [NO_TOOL]),
+        "the tool's tokens trained, too": ("", TOOL_TRAINED),
+        "as it is, 20 steps at --temperature 1.5": ("--num-steps 20 --temperature 1.5", []),
+        "no tool, 20 steps at --temperature 1.5": ("--num-steps 20 --temperature 1.5", [NO_TOOL]),
+        "the tool's tokens trained, too, 20 steps at --temperature 1.5": (
+            "--num-steps 20 --temperature 1.5",
+            TOOL_TRAINED,
+        ),
+    },
+}
+TO_COME = "advantages[row, :tokens] += reward"
+DETAILS["grpo_process"] = {
+    AS_IT_IS: ("", []),
+    "the final answer alone": ("", [(TO_COME, "advantages[row, :tokens] = reward")]),
+    "the steps before": ("", [(TO_COME, "advantages[row, tokens:] += reward")]),
+    "every completion normalised by itself": (
+        "",
+        [
+            ("for first in range(0, len(steps), group_size):", "for first, group_size in enumerate([1] * len(steps)):"),
+            ("(rewards.std() + 1e-4)", "(rewards.std(correction=min(1, len(rewards) - 1)) + 1e-4)"),
+        ],
+    ),
 }
 FLAGS = dict.fromkeys(DETAILS, "--eval-every 4 --eval-prompts 128")
 FLAGS |= {"dpo": "", "reward_model": "", "sft": "--num-steps 600"}
@@ -312,6 +363,9 @@ def measure(script, lines, checkpoint):
         "truncated": statistics.mean(line["rollout/truncated"] for line in lines[-5:]),
         "gradient norm": statistics.mean(line["optim/grad_norm"] for line in lines if "optim/grad_norm" in line),
     }
+    if script == "grpo_tools":  # the greedy accuracy above is without the tool, by grpo.py
+        found["greedy with tool"] = last["eval/accuracy"]
+        found["tool use"] = statistics.mean(line["rollout/tool_use"] for line in lines[-5:])
     if script == "ppo_rlhf":
         found["score"] = last["eval/score"]
         for name, key in (("explained variance", "value/explained_variance"), ("KL", "rollout/ref_kl_sum")):

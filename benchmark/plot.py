@@ -18,7 +18,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 RESULTS = Path(__file__).resolve().parent / "results"
-SCRIPTS = ("reinforce", "grpo", "dr_grpo", "dapo", "gspo")
+SCRIPTS = ("reinforce", "grpo", "dr_grpo", "dapo", "gspo", "cispo")
 COLUMNS = {  # panel: (column, key in metrics.jsonl)
     "greedy accuracy": ("accuracy", "eval/accuracy"),
     "reward": ("reward", "reward/mean"),
@@ -88,7 +88,7 @@ def table(curves):
 if __name__ == "__main__":
     if len(sys.argv) > 1:
         gather(sys.argv[1])
-    curves = {script: read(script) for script in SCRIPTS}
+    curves = {script: read(script) for script in SCRIPTS if (RESULTS / f"curves_{script}.csv").exists()}
     most = max(row["completions"] for row in curves["grpo"])
     curves = {script: [row for row in rows if row["completions"] <= most] for script, rows in curves.items()}
     draw(curves)

@@ -77,6 +77,45 @@ NOTES = {
         "Without KL term, a row of zero advantage has no gradient at all.",
         "No reference model.",
     ],
+    "cispo": [
+        "More optimizer steps of each rollout, nearer to the paper's sixteen (section 3.1).",
+        "One range, above: the paper sets ε_low so that it never binds (section 3.1). No KL term (section 3.1).",
+        "One range, and no reference model.",
+        "Lengths are not needed.",
+        "Eq. 5: the ratio is a weight, capped, through which no gradient flows.",
+        "Eq. 4: the weight times the policy gradient, of every token, in place of the smaller of two surrogates, of "
+        "which one has no gradient where it is clipped; the sum over all tokens in place of a mean per completion.",
+        "No token loses its gradient; what is counted is how many are capped, whatever their advantage. No KL term.",
+        "What policy_loss takes.",
+        "No reference model.",
+        "Without KL term, a row of zero advantage has no gradient at all.",
+        "No reference model.",
+        "The token mean of eq. 4, here over the whole optimizer step.",
+    ],
+    "grpo_process": [
+        "To find the token that ends a step.",
+        "Section 4.1.3: what the steps are and what each is worth, where they end among the tokens, and their rewards, "
+        "normalised over all steps of the group and summed from a token on. The final answer is the last step.",
+        "A token has its own advantage.",
+        "The steps of every completion, in place of its reward.",
+        "A completion has as many advantages as tokens.",
+        "rollout/live counts completions with an advantage at any token.",
+    ],
+    "grpo_tools": [
+        "No KL term. How much of a text the tool sees, and may say.",
+        "The tool; its reply as token ids, whatever it does; and what `generate` tells every draw, which writes "
+        "replies over the draws that follow, with the log-probability −inf.",
+        "No KL term.",
+        "No KL term.",
+        "No KL term.",
+        "What policy_loss takes: the mask of the policy's own tokens, so that the tool's are in no loss and no mean.",
+        "Nor in the entropy and the count of tokens.",
+        "No reference model.",
+        "What was drawn has a finite log-probability, what was replied has not.",
+        "Without KL term, a row of zero advantage has no gradient at all.",
+        "No reference model.",
+        "How much of the completions the tool wrote.",
+    ],
 }
 
 
@@ -114,28 +153,45 @@ def code_hunks(script):
 
 HEAD = """# Side by side
 
-Made by `python docs/side_by_side.py`. Two tables of all scripts, then the five online scripts hunk by hunk, above the
-line that parts the algorithm from the plumbing. Below it the five are one text, and what this page does not show above
+Made by `python docs/side_by_side.py`. Tables of all scripts, then the online scripts hunk by hunk, above the
+line that parts the algorithm from the plumbing. Below it they are one text, and what this page does not show above
 it is identical to the letter (`tests/test_layout.py`, `tests/test_diffs.py`).
 
-| | REINFORCE | GRPO | Dr. GRPO | DAPO | GSPO |
-|---|---|---|---|---|---|
-| script | `reinforce.py` | `grpo.py` | `dr_grpo.py` | `dapo.py` | `gspo.py` |
+| | REINFORCE | GRPO | Dr. GRPO | DAPO | GSPO | CISPO |
+|---|---|---|---|---|---|---|
+| script | `reinforce.py` | `grpo.py` | `dr_grpo.py` | `dapo.py` | `gspo.py` | `cispo.py` |
 | paper | [1](https://doi.org/10.1007/BF00992696), [2](https://arxiv.org/abs/2402.14740v2) | \
 [3](https://arxiv.org/abs/2402.03300v3) | [4](https://arxiv.org/abs/2503.20783v2) | \
-[5](https://arxiv.org/abs/2503.14476v2) | [6](https://arxiv.org/abs/2507.18071v2) |
+[5](https://arxiv.org/abs/2503.14476v2) | [6](https://arxiv.org/abs/2507.18071v2) | \
+[11](https://arxiv.org/abs/2506.13585v1) |
 | objective | Σᵢ Aᵢ Σₜ log π | Σᵢ 1/\\|oᵢ\\| Σₜ min(r A, clip(r) A) − β k3 | Σᵢ Σₜ min(r A, clip(r) A) | \
-Σᵢ Σₜ min(r A, clip(r) A) | Σᵢ min(s A, clip(s) A) |
+Σᵢ Σₜ min(r A, clip(r) A) | Σᵢ min(s A, clip(s) A) | \
+Σᵢ Σₜ sg(min(r, cap)) A log π |
 | advantage Aᵢ | R − b, b none, mean or mean of the others | (R − mean) / std | R − mean | (R − mean) / std | \
-(R − mean) / std |
-| reward R | rule | rule | rule, its group's lowest (at most 0) if truncated | ±1 by the rule, overlong penalty | rule |
+(R − mean) / std | (R − mean) / std |
+| reward R | rule | rule | rule, its group's lowest (at most 0) if truncated | ±1 by the rule, overlong penalty | \
+rule | rule |
 | weight of a token | 1 / completions | 1 / (\\|oᵢ\\| completions) | 1 / (L completions) | 1 / tokens | \
-1 / (\\|oᵢ\\| completions) |
-| ratio | none | of the token | of the token | of the token | of the completion, its tokens' geometric mean |
-| clipping | none | 0.2 | 0.2 | 0.2 below, 0.28 above | 3e-4 below, 4e-4 above |
-| KL | none | k3 to the initial model, in the loss | none | none | none |
-| groups without signal | no pass | only the KL term | no pass | replaced by other prompts | no pass |
-| models in memory | policy | policy, reference | policy | policy | policy |
+1 / (\\|oᵢ\\| completions) | 1 / tokens |
+| ratio | none | of the token | of the token | of the token | of the completion, its tokens' geometric mean | \
+of the token |
+| clipping | none | 0.2 | 0.2 | 0.2 below, 0.28 above | 3e-4 below, 4e-4 above | none; r counts up to 5 |
+| KL | none | k3 to the initial model, in the loss | none | none | none | none |
+| groups without signal | no pass | only the KL term | no pass | replaced by other prompts | no pass | no pass |
+| models in memory | policy | policy, reference | policy | policy | policy | policy |
+"""
+MORE = """
+Two more are GRPO but for these rows:
+
+| | GRPO, process supervision | GRPO, tools |
+|---|---|---|
+| script | `grpo_process.py` | `grpo_tools.py` |
+| paper | [3](https://arxiv.org/abs/2402.03300v3) | [12](https://arxiv.org/abs/2503.09516v1) |
+| objective | as GRPO's | as GRPO's, over the tokens that the policy wrote, without KL term |
+| advantage | of a token: Σ (R − mean) / std over the steps that end at it or later | as GRPO's |
+| reward R | a rule for every step, and for the answer | rule |
+| weight of a token | 1 / (\\|oᵢ\\| completions) | 1 / (own tokens of oᵢ, completions); 0 for those of the tool |
+| models in memory | policy, reference | policy |
 """
 FOOT = """
 π is π_θ(oᵢₜ), r the ratio π_θ / π_old of a token, s that of a completion, L `--max-completion-length`; sums are over
@@ -174,10 +230,10 @@ def updates_per_rollout(script, real):
 
 def render():
     sys.path.insert(0, str(ROOT))
-    columns = ("reinforce", "grpo", "dr_grpo", "dapo", "gspo", "ppo_rlhf")
+    columns = ("reinforce", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "ppo_rlhf")
     updates = [f"{updates_per_rollout(s, False)}, {updates_per_rollout(s, True)}" for s in columns]
     row = "| updates per rollout (embedded, real) | {} |".format
-    text = [HEAD + row(" | ".join(updates[:5])), FOOT + row(" | ".join(["-", "-", "-", updates[5]])), NAMES]
+    text = [HEAD + row(" | ".join(updates[:-1])), MORE + FOOT + row(" | ".join(["-", "-", "-", updates[-1]])), NAMES]
     for script, notes in NOTES.items():
         text += ["", f"## `{script}.py` against `grpo.py`", ""]
         text += ["Code only: docstrings and help texts are left out."]

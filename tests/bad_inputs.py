@@ -27,7 +27,7 @@ from pathlib import Path
 
 import tyro
 
-ONLINE = ("grpo", "dr_grpo", "dapo", "gspo", "reinforce")
+ONLINE = ("grpo", "dr_grpo", "dapo", "gspo", "reinforce", "cispo", "grpo_process", "grpo_tools")
 PROMPTED = (*ONLINE, "ppo_rlhf")
 PAIRED = ("reward_model", "dpo")
 ALL = (*PROMPTED, *PAIRED, "sft")
@@ -211,6 +211,9 @@ def setting_cases(root):
         ("dr_grpo", "--sampler-weight-cap", "-1"),
         ("reinforce", "--sampler-weight-cap", "nan"),
         ("ppo_rlhf", "--sampler-weight-cap", "inf"),
+        ("cispo", "--clip-eps-high", "-1"),
+        ("ppo_rlhf", "--ptx-coef", "nan"),
+        ("grpo_tools", "--tool-tokens", "0"),
     ):
         words = (bad, re.escape(value), "must be|invalid|[Ii]nvalid|expected|not a valid|parsing|unparsable")
         yield Case(script, "command line", f"{bad} {value or repr(value)}", words, line=[bad, value])
@@ -659,7 +662,7 @@ def run_cases():
     for number, script in enumerate(ALL):
         prepare = run_folder(lambda folder: edit_json(folder / "args.json", **earlier))
         yield Case(script, "runs", "a run of an earlier version", ("args.json", "version"), prepare=prepare)
-        given = ({"lora_rank": 2}, {"precision": "bfloat16"}, {"precision": "float32", "lora_rank": 4})[number % 3]
+        given = ({"lora_rank": 2}, {"precision": "bfloat16"}, {"precision": "bfloat16", "lora_rank": 4})[number % 3]
         words = ("--resume", *map(flag, given), "only --num-steps")
         name = f"--resume with {' and '.join(map(flag, given))}"
         yield Case(script, "runs", name, words, prepare=run_folder(lambda _: None, **given))
@@ -841,7 +844,7 @@ def row(name, counts):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("scripts", nargs="*", help="default: all nine")
+    parser.add_argument("scripts", nargs="*", help="default: all")
     parser.add_argument("--root", default=Path(__file__).parent.parent, help="the checkout whose scripts are run")
     parser.add_argument("--only", default="", help="only cases whose group or name has this word")
     given = parser.parse_args()

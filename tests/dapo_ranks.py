@@ -1,4 +1,4 @@
-"""Scripted sampling for test_dapo.py; run by torchrun, training in which ranks find signal in different rounds."""
+"""Scripted sampling for test_dapo.py; on two ranks, training in which ranks find signal in different rounds."""
 
 import json
 import sys
@@ -42,7 +42,10 @@ def assign(prompts, places, letters, seed=1):
 def scripted_generate(tokenizer, patterns, rounds):
     """Stands for dapo.generate: writes the completions that patterns want, and adds its prompts to rounds."""
 
-    def generate(model, prompt_ids, prompt_mask, max_completion_length, temperature, stop_ids, pad_id, with_logprobs):
+    def generate(
+        model, prompt_ids, prompt_mask, max_completion_length, temperature, stop_ids, pad_id, with_logprobs, edit
+    ):
+        assert edit is None
         prompts = [
             tokenizer.decode(ids[mask == 1], skip_special_tokens=True) for ids, mask in zip(prompt_ids, prompt_mask)
         ]

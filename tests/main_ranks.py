@@ -1,4 +1,4 @@
-"""Run by torchrun in test_randomness.py: two steps of every script that samples, and of sft.py, on two ranks."""
+"""Run on two ranks by test_randomness.py: two steps of every script that samples, and of sft.py, on two ranks."""
 
 import json
 import sys

@@ -27,7 +27,8 @@ BROKEN = re.compile(r"(Name|Import|ModuleNotFound|Attribute|UnboundLocal|Type|Ke
 
 TOKENWISE = "grpo dr_grpo dapo"
 CLIPPED = f"{TOKENWISE} gspo"
-ONLINE = f"{CLIPPED} reinforce"
+OLD = f"{CLIPPED} cispo"  # those with log-probabilities of an older policy
+ONLINE = f"{OLD} reinforce"
 SAMPLED = f"{ONLINE} dpo ppo_rlhf"
 LOGPROBS = f"{SAMPLED} sft"
 ALL = f"{LOGPROBS} reward_model"
@@ -53,9 +54,12 @@ RESUME = "test_resume.py::test_run_killed_once_and_resumed_is_bit_identical"
 ACCUMULATED = "test_gradients.py::test_accumulated_gradient_is_that_of_the_mean_loss"
 CLIP = [f"test_{name}.py::test_where_the_clip_stops_the_gradient" for name in ("losses", "ppo")]
 CLIP += each("test_family.py::test_where_the_clip_stops_the_gradient", "dr_grpo dapo")
+CISPO_BY_HAND = "test_family.py::test_loss_gradient_and_metrics_by_hand/cispo"
+CISPO_KEEPS = "test_family.py::test_cispo_caps_the_weight_and_keeps_the_gradient"
+CISPO_EXACT = "test_family_gradients.py::test_cispo_has_the_gradient_of_its_weighted_log_probabilities"
 PPO_BY_HAND = "test_ppo.py::test_policy_loss_gradient_and_metrics_by_hand"
 OF_GROUPS = ["test_losses.py::test_advantages_by_hand"]
-OF_GROUPS += each("test_gradients.py::test_expected_gradient_of_groups_of_two_is_exact", "grpo gspo dapo")
+OF_GROUPS += each("test_gradients.py::test_expected_gradient_of_groups_of_two_is_exact", "grpo gspo dapo cispo")
 ON_RANKS = "test_randomness.py::test_ranks_and_steps_draw_different_random_numbers"
 SHARES = "test_randomness.py::test_ranks_share_the_rows_of_every_step"
 STEPS = "test_steps.py::test_"
@@ -67,6 +71,8 @@ OF_ONE_TOKEN = (
 OF_COMPLETIONS = "test_sampler_weights.py::test_weight_of_the_whole_completion_gives_the_gradient_of_the_objective"
 CAPPED = "test_sampler_weights.py::test_weights_are_capped_and_old_calls_have_none"
 SAMPLER_LOGPROBS = "test_rollouts.py::test_sampler_training_forward_and_plain_forward_give_the_same_logprobs"
+PROCESS, PTX = "test_process.py::test_", "test_ptx.py::test_"
+OF_STEPS = "test_family_gradients.py::test_step_rewards_to_come_give_the_gradient_of_their_expected_sum"
 TO_THE_LAST_BIT = f"{PRECISION}the_reference_is_what_the_policy_was_to_the_last_bit"
 
 MUTANTS = [
@@ -94,12 +100,12 @@ MUTANTS = [
     ),
     Mutant(
         "what stands at masked positions reaches the loss",
-        f"{CLIPPED} ppo_rlhf",
+        f"{OLD} ppo_rlhf",
         "log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)",
         "log_ratio = logprobs - old_logprobs",
         [
             "test_losses.py::test_masked_positions_do_not_matter",
-            *each("test_family.py::test_masked_positions_do_not_matter", "dr_grpo dapo gspo"),
+            *each("test_family.py::test_masked_positions_do_not_matter", "dr_grpo dapo gspo cispo"),
             "test_ppo.py::test_masked_positions_do_not_matter/policy_loss",
         ],
     ),
@@ -113,12 +119,12 @@ MUTANTS = [
     ),
     Mutant(
         "the loss overwrites what it is given at padding",
-        f"{CLIPPED} ppo_rlhf",
+        f"{OLD} ppo_rlhf",
         "log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)",
         "old_logprobs[~mask] = 0.0\n    log_ratio = logprobs.where(mask, 0.0) - old_logprobs",
         [
             "test_losses.py::test_inputs_stay_as_they_are",
-            *each("test_family.py::test_inputs_stay_as_they_are", "dr_grpo dapo gspo"),
+            *each("test_family.py::test_inputs_stay_as_they_are", "dr_grpo dapo gspo cispo"),
             "test_ppo.py::test_inputs_stay_as_they_are/policy_loss",
         ],
     ),
@@ -138,7 +144,7 @@ MUTANTS = [
     ),
     Mutant(
         "old log-probabilities are at temperature 1",
-        CLIPPED,
+        OLD,
         "result, _ = policy(*inputs, temperature)",
         "result, _ = policy(*inputs, 1.0)",
         f"{STEPS}old_logprobs_are_those_of_the_policy_that_sampled/grpo",
@@ -253,7 +259,7 @@ MUTANTS = [
     Mutant(
         "finished rows come back to life",
         SAMPLED,
-        "running = torch.isin(tokens, stop_ids, invert=True).nonzero().squeeze(1)",
+        "running = (~ended).nonzero().squeeze(1)",
         "running = torch.ones_like(tokens).nonzero().squeeze(1)",
         "test_rollouts.py::test_every_stop_id_ends_a_completion_and_counts_in_the_mask",
     ),
@@ -331,28 +337,28 @@ MUTANTS = [
     # ---- advantages
     Mutant(
         "no standard deviation in the advantages",
-        "grpo dapo gspo",
+        "grpo dapo gspo cispo",
         " / (std + 1e-4)",
         "",
         OF_GROUPS,
     ),
     Mutant(
         "the standard deviation has ddof 0",
-        "grpo dapo gspo",
+        "grpo dapo gspo cispo",
         "std = groups.std(1, keepdim=True, correction=min(1, group_size - 1))",
         "std = groups.std(1, keepdim=True, correction=0)",
         OF_GROUPS,
     ),
     Mutant(
         "a large epsilon beside the standard deviation",
-        "grpo dapo gspo",
+        "grpo dapo gspo cispo",
         " / (std + 1e-4)",
         " / (std + 1e-1)",
         OF_GROUPS,
     ),
     Mutant(
         "the standard deviation is that of the batch",
-        "grpo dapo gspo",
+        "grpo dapo gspo cispo",
         "std = groups.std(1, keepdim=True, correction=min(1, group_size - 1))",
         "std = groups.std()",
         OF_GROUPS,
@@ -365,7 +371,8 @@ MUTANTS = [
         [
             "test_losses.py::test_equal_rewards_have_advantage_exactly_0",
             *each(
-                "test_family.py::test_group_of_equal_rewards_has_no_gradient_in_float32", "dr_grpo dapo gspo reinforce"
+                "test_family.py::test_group_of_equal_rewards_has_no_gradient_in_float32",
+                "dr_grpo dapo gspo reinforce cispo",
             ),
         ],
     ),
@@ -378,7 +385,7 @@ MUTANTS = [
             "test_losses.py::test_advantages_by_hand",
             *each(
                 "test_family.py::test_advantages_are_centred_and_ignore_a_shift_of_the_rewards",
-                "dr_grpo dapo gspo reinforce",
+                "dr_grpo dapo gspo reinforce cispo",
             ),
         ],
     ),
@@ -444,10 +451,10 @@ MUTANTS = [
     ),
     Mutant(
         "the ratio is inverted",
-        f"{CLIPPED} ppo_rlhf",
+        f"{OLD} ppo_rlhf",
         "log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)",
         "log_ratio = torch.where(mask, old_logprobs - logprobs, 0.0)",
-        [*CLIP, "test_family.py::test_where_the_clip_stops_the_gradient/gspo"],
+        [*CLIP, "test_family.py::test_where_the_clip_stops_the_gradient/gspo", CISPO_BY_HAND],
     ),
     Mutant(
         "GSPO's ratio is the product over tokens",
@@ -465,24 +472,24 @@ MUTANTS = [
     ),
     Mutant(
         "old log-probabilities are not detached",
-        f"{CLIPPED} ppo_rlhf",
+        f"{OLD} ppo_rlhf",
         "logprobs.detach() if on_policy",
         "logprobs if on_policy",
-        [*each(ACCUMULATED, CLIPPED), "test_ppo.py::test_on_policy_the_ratio_is_1"],
+        [*each(ACCUMULATED, OLD), "test_ppo.py::test_on_policy_the_ratio_is_1"],
     ),
     Mutant(
         "every minibatch is taken for on policy",
-        f"{CLIPPED} ppo_rlhf",
+        f"{OLD} ppo_rlhf",
         "divisors[-1], update == 0, args)",
         "divisors[-1], True, args)",
-        each(f"{STEPS}the_first_minibatch_is_on_policy_and_no_other", f"{CLIPPED} ppo_rlhf"),
+        each(f"{STEPS}the_first_minibatch_is_on_policy_and_no_other", f"{OLD} ppo_rlhf"),
     ),
     Mutant(
         "old log-probabilities are of the rows of the first minibatch",
-        CLIPPED,
+        OLD,
         "later_rows = orders[0][len(minibatches[0]) if args.update_epochs == 1 else 0 :]",
         "later_rows = orders[0][: len(minibatches[0])]",
-        each(f"{STEPS}old_logprobs_are_those_of_the_policy_that_sampled", CLIPPED),
+        each(f"{STEPS}old_logprobs_are_those_of_the_policy_that_sampled", OLD),
     ),
     Mutant(
         "the first minibatch has no old log-probabilities in the second epoch",
@@ -493,7 +500,7 @@ MUTANTS = [
     ),
     Mutant(
         "log-probabilities come back in the order of microbatches",
-        CLIPPED,
+        OLD,
         'index_copy(0, part["rows"], result',
         'index_copy(0, rows[: len(part["rows"])], result',
         "test_logprobs.py::test_logprobs_are_looked_up_for_the_given_rows_only",
@@ -719,17 +726,17 @@ MUTANTS = [
     ),
     Mutant(
         "the warm-up begins one step late, at learning rate 0",
-        f"{CLIPPED} ppo_rlhf",
+        f"{OLD} ppo_rlhf",
         "optimizer_step = (step - 1) * len(minibatches) + update + 1",
         "optimizer_step = (step - 1) * len(minibatches) + update",
-        each(f"{STEPS}the_learning_rate_rises_over_the_warm_up", f"{CLIPPED} ppo_rlhf"),
+        each(f"{STEPS}the_learning_rate_rises_over_the_warm_up", f"{OLD} ppo_rlhf"),
     ),
     Mutant(
         "the warm-up counts rollouts, not optimizer steps",
-        f"{CLIPPED} ppo_rlhf",
+        f"{OLD} ppo_rlhf",
         "optimizer_step = (step - 1) * len(minibatches) + update + 1",
         "optimizer_step = step",
-        each(f"{STEPS}the_learning_rate_rises_over_the_warm_up", f"{CLIPPED} ppo_rlhf"),
+        each(f"{STEPS}the_learning_rate_rises_over_the_warm_up", f"{OLD} ppo_rlhf"),
     ),
     Mutant(
         "the warm-up of one step per batch begins one step late",
@@ -762,10 +769,10 @@ MUTANTS = [
     ),
     Mutant(
         "every rank samples the same prompts",
-        "grpo dr_grpo gspo reinforce ppo_rlhf",
+        "grpo dr_grpo gspo reinforce ppo_rlhf cispo",
         "            prompts = prompts[rank::world_size]\n",
         "",
-        each(SHARES, "grpo dr_grpo gspo reinforce ppo_rlhf"),
+        each(SHARES, "grpo dr_grpo gspo reinforce ppo_rlhf cispo"),
     ),
     Mutant(
         "every rank of DAPO samples the same prompts",
@@ -897,10 +904,10 @@ MUTANTS = [
     ),
     Mutant(
         "the gradient norm is that of the last minibatch",
-        CLIPPED,
+        OLD,
         '"optim/grad_norm": sum(grad_norms) / len(grad_norms)',
         '"optim/grad_norm": grad_norms[-1]',
-        each(f"{STEPS}losses_and_policy_metrics_are_means_over_the_whole_step", CLIPPED),
+        each(f"{STEPS}losses_and_policy_metrics_are_means_over_the_whole_step", OLD),
     ),
     Mutant(
         "the learning rate that is logged is not the one that is used",
@@ -1542,6 +1549,321 @@ MUTANTS += [
         "entropies = -(logprobs.exp() * logprobs).sum(-1)",
         "entropies = 0.0 * logprobs.exp().sum(-1)",
         "test_logprobs.py::test_entropies_are_those_of_others",
+    ),
+]
+
+# ---- CISPO
+MUTANTS += [
+    Mutant(
+        "a gradient flows through CISPO's ratio",
+        "cispo",
+        "ratio.clamp(max=1 + clip_eps_high).detach()",
+        "ratio.clamp(max=1 + clip_eps_high)",
+        [CISPO_BY_HAND, CISPO_EXACT],
+    ),
+    Mutant(
+        "CISPO's ratio has no cap",
+        "cispo",
+        "ratio.clamp(max=1 + clip_eps_high)",
+        "ratio",
+        [CISPO_BY_HAND, CISPO_EXACT],
+    ),
+    Mutant(
+        "CISPO's ratio has a bound below, too",
+        "cispo",
+        "ratio.clamp(max=1 + clip_eps_high)",
+        "ratio.clamp(1 - clip_eps_high, 1 + clip_eps_high)",
+        [CISPO_BY_HAND, CISPO_KEEPS],
+    ),
+    Mutant(
+        "CISPO's cap is epsilon",
+        "cispo",
+        "ratio.clamp(max=1 + clip_eps_high)",
+        "ratio.clamp(max=clip_eps_high)",
+        [CISPO_BY_HAND, CISPO_KEEPS],
+    ),
+    Mutant(
+        "CISPO drops the tokens that it caps",
+        "cispo",
+        "clipped_ratio * advantages * logprobs",
+        "clipped_ratio * (ratio <= 1 + clip_eps_high) * advantages * logprobs",
+        [CISPO_BY_HAND, CISPO_KEEPS],
+    ),
+    Mutant(
+        "CISPO's objective is GRPO's",
+        "cispo",
+        "clipped_ratio * advantages * logprobs",
+        "torch.min(ratio * advantages, ratio.clamp(max=1 + clip_eps_high) * advantages)",
+        [CISPO_BY_HAND, CISPO_KEEPS],
+    ),
+    Mutant(
+        "CISPO caps the product of its ratio and the sampler's weight",
+        "cispo",
+        "token_loss = -weight * clipped_ratio *",
+        "token_loss = -(weight * ratio).clamp(max=1 + clip_eps_high).detach() *",
+        f"{CAPPED}/cispo",
+    ),
+    Mutant(
+        "CISPO has a mean per completion",
+        "cispo",
+        "torch.where(mask, token_loss, 0.0).sum()",
+        "(torch.where(mask, token_loss, 0.0).sum(1) / mask.sum(1).clamp(min=1)).sum()",
+        [CISPO_BY_HAND, CISPO_EXACT],
+    ),
+    Mutant(
+        "CISPO divides by completions",
+        "cispo",
+        'max(1, all_reduce(batch["completion_mask"][rows].sum()))',
+        "args.minibatch_size",
+        f"{STEPS}rows_without_gradient_count_in_the_divisor/cispo",
+    ),
+    Mutant(
+        "CISPO divides by the tokens of rows that have an advantage",
+        "cispo",
+        'all_reduce(batch["completion_mask"][rows].sum())',
+        'all_reduce(batch["completion_mask"][rows[live[rows]]].sum())',
+        f"{STEPS}rows_without_gradient_count_in_the_divisor/cispo",
+    ),
+    Mutant(
+        "CISPO divides by the tokens of one rank",
+        "cispo",
+        'all_reduce(batch["completion_mask"][rows].sum())',
+        'float(batch["completion_mask"][rows].sum())',
+        "test_randomness.py::test_ranks_divide_by_one_number/cispo",
+    ),
+]
+
+# ---- tools that the policy calls
+
+TOOLS = "test_tools.py::"
+MUTANTS += [
+    Mutant(
+        "what the tool wrote is trained",
+        "grpo_tools",
+        'part["action_mask"],\n            args.clip_eps',
+        'part["completion_mask"],\n            args.clip_eps',
+        f"{TOOLS}test_tokens_of_the_tool_have_no_part_in_loss_gradient_or_metrics",
+    ),
+    Mutant(
+        "what the tool wrote counts in the entropy",
+        "grpo_tools",
+        '(entropies * part["action_mask"]).sum()',
+        "entropies.sum()",
+        f"{TOOLS}test_tokens_of_the_tool_have_no_part_in_loss_gradient_or_metrics",
+    ),
+    Mutant(
+        "what the tool wrote passes for drawn",
+        "grpo_tools",
+        "replies[row].pop(0), -math.inf, False",
+        "replies[row].pop(0), logprobs[i], False",
+        f"{TOOLS}test_several_calls_a_completion_and_what_they_leave",
+    ),
+    Mutant(
+        "a stop token ends a completion although the user answers",
+        "grpo_tools",
+        "ended[i] = ended[i] and not replies[row]",
+        "pass",
+        f"{TOOLS}test_a_reply_to_a_stop_token_begins_another_turn",
+    ),
+    Mutant(
+        "a draw that is written over ends a completion",
+        "grpo_tools",
+        "replies[row].pop(0), -math.inf, False",
+        "replies[row].pop(0), -math.inf, ended[i]",
+        f"{TOOLS}test_what_is_drawn_where_a_reply_is_written_is_thrown_away",
+    ),
+    Mutant(
+        "the tool is given the whole completion, again and again",
+        "grpo_tools",
+        "[*windows[row], tokens[i]][-args.tool_tokens :]",
+        "[*windows[row], tokens[i]]",
+        f"{TOOLS}test_endless_replies_are_cut",
+    ),
+    Mutant(
+        "evaluations have no tool",
+        "grpo_tools",
+        "make_writer and make_writer(len(ids), tokenizer, args)",
+        "temperature and make_writer(len(ids), tokenizer, args) or None",
+        f"{TOOLS}test_how_often_the_tool_was_used_by_hand",
+    ),
+]
+
+
+# ---- process supervision
+MUTANTS += [
+    Mutant(
+        "a token has the rewards of the steps that ended before it",
+        "grpo_process",
+        "advantages[row, :tokens] += reward",
+        "advantages[row, tokens:] += reward",
+        [f"{PROCESS}advantages_by_hand", OF_STEPS],
+    ),
+    Mutant(
+        "all tokens have the reward of the last step alone",
+        "grpo_process",
+        "advantages[row, :tokens] += reward",
+        "advantages[row, :tokens] = reward",
+        [f"{PROCESS}advantages_by_hand", OF_STEPS],
+    ),
+    Mutant(
+        "the token that ends a step has not its reward",
+        "grpo_process",
+        "advantages[row, :tokens] += reward",
+        "advantages[row, : tokens - 1] += reward",
+        [f"{PROCESS}advantages_by_hand", OF_STEPS],
+    ),
+    Mutant(
+        "the steps of each completion are normalised by themselves",
+        "grpo_process",
+        "for first in range(0, len(steps), group_size):",
+        "for first, group_size in zip(range(len(steps)), [1] * len(steps)):",
+        [f"{PROCESS}advantages_by_hand", f"{PROCESS}one_step_a_completion_is_the_advantage_of_grpo"],
+    ),
+    Mutant(
+        "step rewards are summed before they are normalised",
+        "grpo_process",
+        "        normalised = ",
+        "        to_come = [sum(r for i, t, r in group if i == j and t >= u) for j, u, _ in group]\n"
+        "        rewards = torch.tensor(to_come, dtype=torch.float32)\n"
+        "        normalised = ",
+        [f"{PROCESS}advantages_by_hand", OF_STEPS],
+    ),
+    Mutant(
+        "equal step rewards have advantages by rounding",
+        "grpo_process",
+        "torch.where((rewards == rewards[0]).all(), 0.0, normalised)",
+        "normalised",
+        each(f"{PROCESS}equal_step_rewards_have_advantage_exactly_0", "0.1"),
+    ),
+    Mutant(
+        "step rewards are centred, not divided",
+        "grpo_process",
+        "(rewards - rewards.mean()) / (rewards.std() + 1e-4)",
+        "(rewards - rewards.mean())",
+        f"{PROCESS}advantages_by_hand",
+    ),
+    Mutant(
+        "a step ends one token late",
+        "grpo_process",
+        "bisect.bisect_left(range(len(ids)), end",
+        "bisect.bisect_right(range(len(ids)), end",
+        f"{PROCESS}a_step_ends_at_the_token_that_writes_its_last_character",
+    ),
+    Mutant(
+        "a part of a character counts as the character",
+        "grpo_process",
+        "len(os.path.commonprefix([tokenizer.decode(ids[:tokens], skip_special_tokens=True), completion]))",
+        "len(tokenizer.decode(ids[:tokens], skip_special_tokens=True))",
+        f"{PROCESS}a_step_ends_at_the_token_that_writes_its_last_character",
+    ),
+    Mutant(
+        "the final answer ends before the stop token",
+        "grpo_process",
+        "(math.inf, reward)]",
+        "(len(completion), reward)]",
+        f"{PROCESS}a_step_ends_at_the_token_that_writes_its_last_character",
+    ),
+    Mutant(
+        "the final answer is no step",
+        "grpo_process",
+        "steps = [*step_rewards(completion, row), (math.inf, reward)]",
+        "steps = [*step_rewards(completion, row), *[(math.inf, reward)][len(completion) :]]",
+        f"{PROCESS}a_step_ends_at_the_token_that_writes_its_last_character",
+    ),
+    Mutant(
+        "a step reward of nan is trained on",
+        "grpo_process",
+        "if not (step[0] > 0 and abs(step[1]) < 1e38)]",
+        "if step[1] is None]",
+        f"{PROCESS}a_step_without_place_or_reward_is_one_line",
+    ),
+    Mutant(
+        "the prompts of a rollout are shifted against its steps",
+        "grpo_process",
+        "asked = [prompt for prompt in prompts for _ in range(args.group_size)]",
+        "asked = prompts * args.group_size",
+        f"{PROCESS}main_gives_each_token_the_rewards_of_the_steps_to_come",
+    ),
+    Mutant(
+        "completions live by their outcome, whatever their steps are worth",
+        "grpo_process",
+        'live = (batch["advantages"] != 0).any(1)',
+        'live = (compute_advantages([s[-1:] for s in steps], args.group_size, batch["completion_mask"]) != 0).any(1)',
+        f"{PROCESS}groups_of_equal_steps_cost_no_pass",
+    ),
+    Mutant(
+        "rollout/live counts tokens",
+        "grpo_process",
+        'totals |= rollout_metrics(batch | {"advantages": batch["advantages"].any(1)}, args.group_size)',
+        "totals |= rollout_metrics(batch, args.group_size)",
+        f"{PROCESS}groups_of_equal_steps_cost_no_pass",
+    ),
+]
+
+# ---- the pretraining loss of PPO-ptx
+MUTANTS += [
+    Mutant(
+        "PPO-ptx makes texts less likely",
+        "ppo_rlhf",
+        '        loss = -torch.where(part["loss_mask"], logprobs, 0.0).sum()\n        (loss * (args.ptx_coef',
+        '        loss = torch.where(part["loss_mask"], logprobs, 0.0).sum()\n        (loss * (args.ptx_coef',
+        f"{PTX}gradient_is_that_of_the_plain_log_likelihood_of_the_trained_tokens",
+    ),
+    Mutant(
+        "PPO-ptx is of another temperature",
+        "ppo_rlhf",
+        "policy(*inputs, 1.0)",
+        "policy(*inputs, args.temperature)",
+        f"{PTX}gradient_is_that_of_the_plain_log_likelihood_of_the_trained_tokens",
+    ),
+    Mutant(
+        "PPO-ptx trains the user's turns",
+        "ppo_rlhf",
+        'torch.where(part["loss_mask"], logprobs, 0.0).sum()',
+        'torch.where(part["completion_mask"].bool(), logprobs, 0.0).sum()',
+        f"{PTX}gradient_is_that_of_the_plain_log_likelihood_of_the_trained_tokens",
+    ),
+    Mutant(
+        "each microbatch of PPO-ptx has its own mean",
+        "ppo_rlhf",
+        "(loss * (args.ptx_coef * world_size / num_tokens)).backward()",
+        '(loss * (args.ptx_coef * world_size / part["loss_mask"].sum().clamp(min=1))).backward()',
+        f"{PTX}microbatches_change_neither_gradient_nor_mean",
+    ),
+    Mutant(
+        "PPO-ptx is divided by the tokens of each rank",
+        "ppo_rlhf",
+        'total, num_tokens = 0.0, all_reduce(batch["loss_mask"].sum())',
+        'total, num_tokens = 0.0, float(batch["loss_mask"].sum())',
+        each("test_preferences.py::test_two_ranks_have_the_gradient_and_metrics_of_one", "ppo_rlhf"),
+    ),
+    Mutant(
+        "PPO-ptx without its coefficient",
+        "ppo_rlhf",
+        "(args.ptx_coef * world_size / num_tokens)",
+        "(world_size / num_tokens)",
+        f"{PTX}gradient_is_that_of_the_plain_log_likelihood_of_the_trained_tokens",
+    ),
+    Mutant(
+        "PPO-ptx has the same texts in every optimizer step of a rollout",
+        "ppo_rlhf",
+        "first = (optimizer_step - 1) * args.minibatch_size",
+        "first = (step - 1) * args.minibatch_size",
+        f"{PTX}every_optimizer_step_has_as_many_texts_as_completions",
+    ),
+    Mutant(
+        "texts are read though nothing asks for them",
+        "ppo_rlhf",
+        'load_texts(args, tokenizer) if args.ptx_coef else ([], "")',
+        "load_texts(args, tokenizer)",
+        f"{PTX}without_it_no_text_is_read",
+    ),
+    Mutant(
+        "texts that are too long are trained whole",
+        "ppo_rlhf",
+        "[: 1 + args.max_completion_length]",
+        "[: 9 + args.max_completion_length]",
+        f"{PTX}rows_with_text_or_as_in_sft",
     ),
 ]
 

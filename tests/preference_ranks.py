@@ -1,4 +1,4 @@
-"""Run by torchrun in test_preferences.py: reward_model, dpo and ppo_rlhf on pairs and batches split over two ranks."""
+"""Run on two ranks by test_preferences.py: reward_model, dpo and ppo_rlhf on pairs and batches split over two ranks."""
 
 import copy
 import sys
@@ -20,6 +20,15 @@ BUDGET = 36
 PAIRS = [
     {"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected}
     for prompt, chosen, rejected in zip(PROMPTS, COMPLETIONS, [*COMPLETIONS[3:], [5, 1, 0, 1], [1, 7, 1], [2, 1]])
+]
+# Of each text some tokens are trained, as of a chat with several turns.
+TEXTS = [
+    {
+        "ids": prompt + completion,
+        "start": len(prompt),
+        "trained": [False] * len(prompt) + [t % 3 < 2 for t in completion],
+    }
+    for prompt, completion in ((pair["prompt_ids"], [3, *pair["chosen_ids"]]) for pair in PAIRS)
 ]
 INPUTS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
 NAMES = [f"{name}{idle}" for name in ("reward_model", "dpo", "ppo_rlhf") for idle in ("", ", one rank idle")]
@@ -111,7 +120,7 @@ def run_dpo(share, device, live_rows, folder):
 
 
 def run_ppo(share, device, live_rows):
-    args = ppo_rlhf.Args(microbatch_tokens=BUDGET, temperature=0.7)
+    args = ppo_rlhf.Args(microbatch_tokens=BUDGET, temperature=0.7, ptx_coef=0.3)
     policy = build_actor_critic()
     batch = make_ppo_batch(policy)
     narrow = take(batch, share)
@@ -124,6 +133,7 @@ def run_ppo(share, device, live_rows):
     rows = torch.tensor([share.index(row) for row in live_rows if row in share], dtype=torch.long)
     totals = ppo_rlhf.accumulate_gradients(policy, narrow, rows, 30, False, args)
     metrics = ppo_rlhf.reduce_metrics(totals)
+    metrics["ptx"] = ppo_rlhf.accumulate_ptx(policy, ppo_rlhf.collate([TEXTS[i] for i in share], PAD_ID, device), args)
     metrics["explained_variance"] = ppo_rlhf.explained_variance(narrow["returns"], narrow["old_values"], mask)
     tokens = torch.stack([logprobs, values, whitened])
     return {"gradient": gradient_of_parameters(policy), "metrics": metrics, "tokens": tokens}

@@ -2,7 +2,7 @@
 
     python tests/sync_copies.py grpo.py
 
-The table in test_copies.py says what is shared. Among the five online scripts everything below the line is one block
+The table in test_copies.py says what is shared. Among the online scripts everything below the line is one block
 and goes over whole; elsewhere functions go one by one, each to where its copy stands. Commit before: it writes files.
 """
 

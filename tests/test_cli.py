@@ -19,14 +19,22 @@ import tyro
 from tiny import load
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import cispo
 import dapo
+import dpo
 import dr_grpo
 import grpo
+import grpo_process
+import grpo_tools
 import gspo
+import ppo_rlhf
 import reinforce
+import reward_model
+import sft
 
-SCRIPTS = [grpo, reinforce, dr_grpo, dapo, gspo]
+SCRIPTS = [grpo, reinforce, dr_grpo, dapo, gspo, cispo, grpo_process, grpo_tools]
 NAMES = [script.__name__ for script in SCRIPTS]
+HELPED = [*SCRIPTS, reward_model, dpo, ppo_rlhf, sft]
 SCRIPT = Path(grpo.__file__)
 TINY = SCRIPT.parent / "models" / "tiny"
 SMALL = {"num_steps": 1, "prompts_per_step": 2, "group_size": 2, "minibatch_size": 2, "max_completion_length": 4}
@@ -197,9 +205,9 @@ def test_resume_of_a_run_of_another_version(folder, added, removed):
     assert [json.loads(path.read_text()) for path in (folder / "other").iterdir()] == [saved]
 
 
-@pytest.mark.parametrize("script, other", list(permutations(SCRIPTS, 2)))
+@pytest.mark.parametrize("script, other", list(permutations(SCRIPTS[:5], 2)))
 def test_resume_of_a_run_of_another_script(folder, script, other):
-    """Scripts are told apart by the names of their settings."""
+    """Scripts are told apart by the names of their settings; grpo_process has those of grpo (test_runs.py)."""
     assert set(names_of(script)) != set(names_of(other))
     (folder / "other").mkdir()
     write_lines(folder / "other" / "args.json", asdict(other.Args()))
@@ -234,6 +242,9 @@ OWN_DEFAULTS = {
     "dr_grpo": set(),
     "dapo": {"num_steps", "warmup_steps", "minibatch_size"},
     "gspo": {"minibatch_size"},
+    "cispo": {"minibatch_size"},
+    "grpo_tools": set(),
+    "grpo_process": set(),
 }
 
 
@@ -258,9 +269,12 @@ def test_flags_that_grpo_does_not_have():
         "dr_grpo": set(),
         "dapo": {"max_rounds", "overlong_buffer", *ranges},
         "gspo": ranges,
+        "cispo": {"clip_eps_high"},
+        "grpo_tools": {"tool_tokens"},
+        "grpo_process": set(),
     }
-    types = [{field.name: field.type for field in fields(script.Args)} for script in (dapo, gspo)]
-    assert all(types[0][name] is float and types[1][name] is float for name in ranges)
+    types = [{field.name: field.type for field in fields(script.Args)} for script in (dapo, gspo, cispo)]
+    assert all(found.get(name, float) is float for found in types for name in ranges)
 
 
 # ---- the scripts' help
@@ -304,52 +318,58 @@ def test_help_states_both_defaults_where_they_depend_on_the_model(script):
 
 # Scripts are run one after the other in one process: importing torch is most of the time.
 RUN_EACH = """
-import os, runpy, sys
-flags = sys.argv[1:]
-for name in sorted(os.listdir()):
-    os.chdir(name)
-    sys.argv = [f"{name}.py", *(flags or open("flags.txt").read().split())]
+import json, os, runpy, sys
+for folder, flags in json.loads(sys.argv[1]):
+    os.chdir(folder)
+    sys.argv = [os.path.basename(folder) + ".py", *flags]
     try:
-        runpy.run_path(f"{name}.py", run_name="__main__")
+        runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as error:
-        assert not error.code, (name, error.code)
-    print(f"\\n==== end of {name}")
-    os.chdir("..")
+        assert not error.code, (folder, error.code)
+    print("\\n==== end of one")
 """
 
 
-def run_each(folder, *flags, **environment):
-    """Run a copy of each script, alone in a folder of its name, with flags or those in flags.txt; return outputs."""
-    command = [sys.executable, "-c", RUN_EACH, *flags]
-    result = subprocess.run(command, cwd=folder, env=os.environ | environment, capture_output=True)
+def run_each(jobs, **environment):
+    """Run the script alone in each of the folders with the flags given; return what each printed."""
+    command = [sys.executable, "-c", RUN_EACH, json.dumps(jobs)]
+    result = subprocess.run(command, env=os.environ | environment, capture_output=True)
     assert result.returncode == 0, result.stderr.decode()
-    parts = re.split(r"\n==== end of (\w+)\n", result.stdout.decode("ascii"))
-    return dict(zip(parts[1::2], parts[::2]))
+    return result.stdout.decode("ascii").split("\n==== end of one\n")
 
 
 @pytest.fixture(scope="module")
-def helps(tmp_path_factory):
-    """The folder of the copied scripts, and what --help prints of each."""
-    folder, home = (tmp_path_factory.mktemp(name) for name in ("help", "home"))
-    for script in SCRIPTS:
-        (folder / script.__name__).mkdir()
-        shutil.copy(script.__file__, folder / script.__name__)
+def copied(tmp_path_factory):
+    """Copies of each script somewhere else and what they print, on an ascii console: once --help, once a step."""
+    folder, home = (tmp_path_factory.mktemp(name) for name in ("elsewhere", "home"))
+    jobs = []
+    for script in [*HELPED, *SCRIPTS]:
+        place = folder / ("run" if len(jobs) >= len(HELPED) else "help") / script.__name__
+        place.mkdir(parents=True)
+        shutil.copy(script.__file__, place)
+        flags = {"model": TINY, "dataset": "sums.jsonl", "run_dir": "runs/one", **small(script)}
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
+        if place.parent.name == "run":
+            write_sums(place / "sums.jsonl")
+        jobs.append((str(place), flags if place.parent.name == "run" else ["--help"]))
     environment = {"PYTHONIOENCODING": "ascii", "LC_ALL": "C", "PYTHONUTF8": "0", "COLUMNS": "200"}
     environment |= {"PYTHONDONTWRITEBYTECODE": "1", "HOME": str(home), "HF_HOME": str(home / "hf")}
-    texts = run_each(folder, "--help", **environment)
+    outputs = run_each(jobs, **environment, HF_DATASETS_CACHE=str(tmp_path_factory.mktemp("cache")))
     assert list(home.iterdir()) == []
-    return folder, texts
+    return folder, dict(zip((place for place, _ in jobs), outputs))
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_help_works_on_an_ascii_console_and_writes_nothing(helps, script):
-    folder, texts = helps
+@pytest.mark.parametrize("script", HELPED)
+def test_help_works_on_an_ascii_console_and_writes_nothing(copied, script):
+    folder = copied[0] / "help" / script.__name__
+    text = copied[1][str(folder)]
     for name in names_of(script):
-        assert re.search(rf"--{name.replace('_', '-')}\b", texts[script.__name__]), name
-    assert f"usage: {script.__name__}.py" in texts[script.__name__]
-    assert "(default: None)" not in texts[script.__name__] and "{None}" not in texts[script.__name__]
-    assert all(f" {section} options " in texts[script.__name__] for section in ("rollout", "the-algorithm"))
-    assert [path.name for path in (folder / script.__name__).iterdir()] == [f"{script.__name__}.py"]
+        assert re.search(rf"--{name.replace('_', '-')}\b", text), name
+    assert f"usage: {script.__name__}.py" in text
+    assert "(default: None)" not in text and "{None}" not in text
+    if script in SCRIPTS:
+        assert all(f" {section} options " in text for section in ("rollout", "the-algorithm"))
+    assert [path.name for path in folder.iterdir()] == [f"{script.__name__}.py"]
 
 
 # ---- a script copied elsewhere
@@ -367,25 +387,10 @@ OWN_METRICS = {
     "dr_grpo": RATIO | CLIP | {"reward/trained_mean"},
     "dapo": RATIO | CLIP | {"reward/trained_mean", "rollout/rounds", "rollout/groups", "rollout/prompts_consumed"},
     "gspo": RATIO | {"policy/clip_fraction_sequences_low", "policy/clip_fraction_sequences_high"},
+    "cispo": RATIO | {"policy/cap_fraction"},
+    "grpo_tools": RATIO | CLIP | {"rollout/tool_use", "rollout/tool_tokens"},
+    "grpo_process": RATIO | CLIP | {"policy/ref_kl", "loss/kl"},
 }
-
-
-@pytest.fixture(scope="module")
-def finished_runs(tmp_path_factory):
-    """{script: the folder of a run of one step}, each made by a copy of the script somewhere else."""
-    folder = tmp_path_factory.mktemp("elsewhere")
-    for script in SCRIPTS:
-        place = folder / script.__name__
-        place.mkdir()
-        shutil.copy(script.__file__, place)
-        write_sums(place / "sums.jsonl")
-        flags = {"model": TINY, "dataset": "sums.jsonl", "run_dir": "runs/one", **small(script)}
-        flags = [f"--{name.replace('_', '-')} {value}" for name, value in flags.items()]
-        (place / "flags.txt").write_text(" ".join(flags))
-    outputs = run_each(folder, HF_DATASETS_CACHE=str(tmp_path_factory.mktemp("cache")))
-    for name, output in outputs.items():
-        assert "runs/one/checkpoint" in output and f"{name}.py --resume runs/one" in output
-    return {name: folder / name / "runs" / "one" for name in outputs}
 
 
 @pytest.fixture(params=SCRIPTS, ids=NAMES)
@@ -394,8 +399,12 @@ def script(request):
 
 
 @pytest.fixture
-def finished_run(finished_runs, script):
-    return finished_runs[script.__name__]
+def finished_run(copied, script):
+    """The folder of a run of one step."""
+    folder = copied[0] / "run" / script.__name__
+    output = copied[1][str(folder)]
+    assert "runs/one/checkpoint" in output and f"{script.__name__}.py --resume runs/one" in output
+    return folder / "runs" / "one"
 
 
 def test_a_run_writes_its_five_parts(finished_run, script):

@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 MARKER = "# ---- below: plumbing, byte-identical in every script that has it, in the order in which main calls it\n"
-CLIPPED = ("grpo", "dr_grpo", "dapo", "gspo")
+CLIPPED = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "grpo_process", "grpo_tools")
 ONLINE = ("reinforce", *CLIPPED)
 BLOCK = ONLINE  # all that stands below the line is one text
 PAIRS = ("reward_model", "dpo")
@@ -85,9 +85,13 @@ SHARED = [
     ("sync_sampler", SAMPLED),
     ("pick_rows", ALL),
     ("collate_pairs", PAIRS),
+    ("encode_row", ("sft", "ppo_rlhf")),
+    ("encode_conversation", ("sft", "ppo_rlhf")),
+    ("collate", ("sft", "ppo_rlhf")),
     ("rollout", SAMPLED),
     ("sample_completions", SAMPLED),
     ("generate", SAMPLED),
+    ("read_prompts", SAMPLED),
     ("sample_tokens", SAMPLED),
     ("lookup_logprobs", ONLINE),
     ("microbatches", ALL),

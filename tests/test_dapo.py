@@ -2,10 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import datasets
 import pytest
@@ -24,6 +20,7 @@ from dapo_ranks import (
     scripted_generate,
     write_prompts,
 )
+from processes import run_on_ranks
 from tiny import load, relative_error
 
 import dapo
@@ -260,19 +257,9 @@ def test_every_minibatch_is_divided_by_its_own_tokens(tiny, tmp_path, dataset, m
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     """The folder with what dapo_ranks.py leaves on each of two ranks."""
-    folder, tests = tmp_path_factory.mktemp("dapo_ranks"), Path(__file__).parent
+    folder = tmp_path_factory.mktemp("dapo_ranks")
     write_prompts(folder / "prompts.jsonl", 36)
-    path = os.pathsep.join([str(tests), str(tests.parent)])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
-    environment["HF_DATASETS_CACHE"] = str(folder / "cache")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, str(tests / "dapo_ranks.py"), str(folder)]
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-    try:
-        _, errors = process.communicate(timeout=120)
-    finally:
-        process.terminate()  # where the ranks wait for each other: torchrun then ends them
-    assert process.returncode == 0, errors[-3000:]
+    run_on_ranks("dapo_ranks.py", folder, HF_DATASETS_CACHE=str(folder / "cache"))
     return folder
 
 

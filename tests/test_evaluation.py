@@ -142,11 +142,19 @@ def test_the_penalty_is_in_units_of_the_normalised_score(monkeypatch, penalty, s
     assert scores.tolist() == expected
 
 
+# The embedded data of scripts that look at all of it before they evaluate: a few rows will do.
+FILES = {"sft": "addition/sft.jsonl"} | dict.fromkeys(("dpo", "reward_model"), "preferences/train.jsonl")
+
+
 @pytest.mark.parametrize("name", ["grpo", "dpo", "ppo_rlhf", "reward_model", "sft"])
 def test_no_steps_evaluate_a_checkpoint_and_the_summary_says_so(name, tmp_path, capsys):
     script, run = importlib.import_module(name), tmp_path / "run"
-    model = {"model": str(ROOT / "models" / "tiny")} if name == "sft" else {}
-    script.main(script.Args(num_steps=0, eval_prompts=4, run_dir=str(run), **model))
+    given = {"model": str(ROOT / "models" / "tiny")} if name == "sft" else {}
+    if name in FILES:
+        rows = (ROOT / "data" / FILES[name]).read_text().splitlines()[:32]
+        (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+        given["dataset"] = str(tmp_path / "rows.jsonl")
+    script.main(script.Args(num_steps=0, eval_prompts=4, run_dir=str(run), **given))
     output = capsys.readouterr().out
     given = json.loads((run / "args.json").read_text())["model"]
     assert f"\n{given}: evaluated only, with --num-steps 0\n" in output

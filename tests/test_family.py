@@ -1,4 +1,4 @@
-"""The objectives of reinforce, dr_grpo, dapo and gspo: by hand, against others' numbers, and against each other."""
+"""The objectives of the siblings of grpo: by hand, against others' numbers, and against each other."""
 
 import inspect
 import math
@@ -7,22 +7,29 @@ import pytest
 import torch
 from test_losses import gradient_of, random_inputs, read_oracle, tensor
 
+import cispo
 import dapo
 import dr_grpo
 import grpo
+import grpo_process
 import gspo
 import reinforce
 
-SIBLINGS = {"reinforce": reinforce, "dr_grpo": dr_grpo, "dapo": dapo, "gspo": gspo}
+SIBLINGS = {"reinforce": reinforce, "dr_grpo": dr_grpo, "dapo": dapo, "gspo": gspo, "cispo": cispo}
+SIBLINGS |= {"grpo_process": grpo_process}
 SETTINGS = {"clip_eps": 0.2, "clip_eps_low": 0.2, "clip_eps_high": 0.28, "max_completion_length": 9, "kl_coef": 0.0}
 each_sibling = pytest.mark.parametrize("script", SIBLINGS.values(), ids=SIBLINGS)
+OF_COMPLETIONS = {name: script for name, script in SIBLINGS.items() if script is not grpo_process}
+each_of_completions = pytest.mark.parametrize("script", OF_COMPLETIONS.values(), ids=OF_COMPLETIONS)
 
 
 def policy_loss(script, inputs, **changes):
     """Call a script's policy_loss with those of the inputs and settings that it takes."""
     given = SETTINGS | inputs | changes
-    if script is grpo and "ref_logprobs" not in changes:
+    if script in (grpo, grpo_process) and "ref_logprobs" not in changes:
         given["ref_logprobs"] = None
+    if script is grpo_process:  # a token has its own advantage
+        given["advantages"] = given["advantages"].unsqueeze(1).expand_as(given["logprobs"])
     names = inspect.signature(script.policy_loss).parameters
     return script.policy_loss(**{name: given[name] for name in names if name in given})
 
@@ -57,13 +64,13 @@ def test_advantages_are_those_of_others(case):
     outputs = {name: tensor(values).view(-1) for name, values in case["outputs"].items()}
     torch.testing.assert_close(dr_grpo.compute_advantages(flat, group_size), outputs["oat_drgrpo"])
     torch.testing.assert_close(reinforce.compute_advantages(flat, group_size, "leave_one_out"), outputs["verl_rloo"])
-    for script in (dapo, gspo):
+    for script in (dapo, gspo, cispo):
         torch.testing.assert_close(script.compute_advantages(flat, group_size), outputs["trl_group"], rtol=1e-6, atol=0)
 
 
-def test_dapo_and_gspo_have_the_advantages_of_grpo():
+def test_dapo_gspo_and_cispo_have_the_advantages_of_grpo():
     rewards = torch.randn(24, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    for script in (dapo, gspo):
+    for script in (dapo, gspo, cispo):
         assert torch.equal(script.compute_advantages(rewards, 6), grpo.compute_advantages(rewards, 6))
 
 
@@ -76,7 +83,7 @@ def test_leave_one_out_is_the_mean_of_the_others():
 
 
 @pytest.mark.parametrize("reward", [0.0, 0.1, 0.7, 1.0])
-@each_sibling
+@each_of_completions
 def test_group_of_equal_rewards_has_no_gradient_in_float32(script, reward):
     baselines = ("group_mean", "leave_one_out") if script is reinforce else (None,)
     for baseline in baselines:
@@ -86,7 +93,7 @@ def test_group_of_equal_rewards_has_no_gradient_in_float32(script, reward):
         assert (loss_and_gradient(script, inputs)[1] == 0).all()
 
 
-@each_sibling
+@each_of_completions
 def test_group_of_one(script):
     rewards = tensor([0.3, 1.0, -2.0])
     assert advantages_of(script, rewards, 1).tolist() == [0.0, 0.0, 0.0]
@@ -94,14 +101,14 @@ def test_group_of_one(script):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@each_sibling
+@each_of_completions
 def test_advantages_have_the_type_of_the_rewards(script, dtype):
     rewards = tensor([0.3, 1.0, -2.0, 0.1, 0.1, 0.1], dtype)
     for baseline in ("none", "group_mean", "leave_one_out"):
         assert advantages_of(script, rewards, 3, baseline).dtype == dtype
 
 
-@each_sibling
+@each_of_completions
 def test_advantages_are_centred_and_ignore_a_shift_of_the_rewards(script):
     rewards = torch.randn(12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     shift = tensor([5.0, -3.0, 100.0]).repeat_interleave(4)
@@ -112,14 +119,14 @@ def test_advantages_are_centred_and_ignore_a_shift_of_the_rewards(script):
         torch.testing.assert_close(shifted, advantages, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("script, factor", [(reinforce, 3), (dr_grpo, 3), (dapo, 1), (gspo, 1)])
+@pytest.mark.parametrize("script, factor", [(reinforce, 3), (dr_grpo, 3), (dapo, 1), (gspo, 1), (cispo, 1)])
 def test_only_the_standard_deviation_takes_away_the_scale_of_the_rewards(script, factor):
     rewards = 1e6 * torch.randn(12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     expected = factor * advantages_of(script, rewards, 4)
     torch.testing.assert_close(advantages_of(script, 3 * rewards, 4), expected, rtol=1e-9, atol=0)
 
 
-@each_sibling
+@each_of_completions
 def test_permuting_rewards_permutes_advantages(script):
     rewards = torch.randn(12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     order = torch.tensor([8, 10, 9, 11, 1, 0, 2, 3, 7, 6, 5, 4])  # groups among themselves, and inside each
@@ -159,10 +166,20 @@ BY_HAND = {  # loss, gradient, metrics
         [[0.0, 0.0, -1.0, 0.0], [1.5, 0.0, 1.0, 0.0]],
         {"approx_kl": TOKEN_KL, "clip_fraction_low": 1, "clip_fraction_high": 2, "ratio_max": 2.0},
     ),
+    "grpo_process": (
+        (-2.4 - 2.4 - 1.0 + 1.5 + 0.8 + 1.0) / 3,
+        [[0.0, 0.0, -1 / 3, 0.0], [1.5 / 3, 0.0, 1 / 3, 0.0]],
+        {"approx_kl": TOKEN_KL, "clip_fraction_low": 1, "clip_fraction_high": 2, "ratio_max": 2.0},
+    ),
     "gspo": (
         -2 * S1 + S2,
         [[-2 * S1 / 3] * 3 + [0.0], [S2 / 3] * 3 + [0.0]],
         {"approx_kl": TOKEN_KL, "clip_fraction_sequences_low": 0, "clip_fraction_sequences_high": 0, "ratio_max": S1},
+    ),
+    "cispo": (
+        2 * (1.28 * 1 + 1.28 * 2 + 0.5 * 3) - (1.28 * 0.5 + 0.5 * 1.5 + 1.0 * 2.5),
+        [[-2.56, -2.56, -1.0, 0.0], [1.28, 0.5, 1.0, 0.0]],
+        {"approx_kl": TOKEN_KL, "cap_fraction": 3, "ratio_max": 2.0},
     ),
 }
 
@@ -210,6 +227,29 @@ def test_where_the_clip_stops_the_gradient(script, advantage, ratio, gradient):
     torch.testing.assert_close(loss_and_gradient(script, inputs)[1], tensor([[gradient, 0.0]]), rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("advantage, ratio, gradient", CLIP_CASES)
+def test_cispo_caps_the_weight_and_keeps_the_gradient(advantage, ratio, gradient):
+    """Every token of an advantage has one, those that a clip leaves out, too; both signs have one cap."""
+    old_logprobs = tensor([[-1.0, -2.0]])
+    inputs = {"logprobs": old_logprobs + math.log(ratio), "old_logprobs": old_logprobs}
+    inputs |= {"advantages": tensor([advantage]), "completion_mask": torch.tensor([[1, 0]])}
+    actual = loss_and_gradient(cispo, inputs)[1]
+    torch.testing.assert_close(actual, tensor([[-min(ratio, 1.28) * advantage, 0.0]]), rtol=1e-12, atol=0)
+    assert (actual[0, 0] == 0) == (advantage == 0)
+    if gradient and ratio < 1.28:
+        assert actual[0, 0].item() == pytest.approx(gradient)
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("ratio, is_capped", [(0.1, 0), (1.27, 0), (1.29, 1), (9.0, 1)])
+def test_what_counts_as_capped(advantage, ratio, is_capped):
+    """Of two completions, one of ratio 1, both with a masked position."""
+    old_logprobs = tensor([[-1.0, -2.0], [-1.0, -2.0]])
+    inputs = {"old_logprobs": old_logprobs, "logprobs": old_logprobs + tensor([[math.log(ratio)], [0.0]])}
+    inputs |= {"advantages": tensor([advantage, advantage]), "completion_mask": torch.tensor([[1, 0], [1, 0]])}
+    assert policy_loss(cispo, inputs)[1]["policy/cap_fraction"] == is_capped
+
+
 @pytest.mark.parametrize("ratio, is_clipped", [(1.25, False), (1.27, False), (1.29, True)])
 def test_dapo_clips_higher_above_than_below(ratio, is_clipped):
     old_logprobs = tensor([[-1.0]])
@@ -242,7 +282,7 @@ def test_what_counts_as_clipped(script, advantage, ratio, low, high):
     assert counts == [high, low]
 
 
-@pytest.mark.parametrize("script", [dr_grpo, dapo, gspo], ids=lambda script: script.__name__)
+@pytest.mark.parametrize("script", [dr_grpo, dapo, gspo, cispo], ids=lambda script: script.__name__)
 def test_largest_ratio_is_not_that_of_the_padding(script):
     logprobs, mask = tensor([[-1.0, -2.0], [-1.0, -3.0]]), torch.tensor([[1, 0], [1, 1]])
     inputs = {"logprobs": logprobs, "old_logprobs": logprobs + 0.5, "advantages": tensor([1.0, -1.0])}
@@ -259,6 +299,7 @@ def oracle_cases():
         ("dr_grpo", "dr_grpo_trl", "rows", 1e-9, lambda config: config["beta"] == 0),
         ("dapo", "dapo_trl", "tokens", 1e-9, lambda config: config["beta"] == 0),
         ("gspo", "gspo_trl", "rows", 1e-9, lambda config: config["beta"] == 0),
+        ("cispo", "cispo_trl", "tokens", 1e-9, lambda config: config["beta"] == 0),
         # verl adds 1e-8 to its denominators
         ("gspo", "gspo_verl", "rows", 1e-6, lambda config: config["kl_loss_coef"] == 0),
         # its other modes weigh tokens otherwise than the paper
@@ -270,7 +311,7 @@ def oracle_cases():
 
 
 def test_number_of_cases_by_others():
-    assert len(list(oracle_cases())) == 2 + 2 + 4 + 4 + 4 + 2
+    assert len(list(oracle_cases())) == 2 + 2 + 4 + 4 + 4 + 4 + 2
 
 
 @pytest.mark.parametrize("script, case, divisor, rtol", oracle_cases())
@@ -372,7 +413,7 @@ def test_all_with_a_clip_are_equal_for_completions_of_one_token(inputs):
         torch.testing.assert_close(result, results[0])
 
 
-@pytest.mark.parametrize("script", [dr_grpo, dapo, gspo], ids=lambda script: script.__name__)
+@pytest.mark.parametrize("script", [dr_grpo, dapo, gspo, cispo], ids=lambda script: script.__name__)
 def test_clip_ranges_do_not_matter_at_the_sampling_policy(script, inputs):
     narrow, wide = (
         loss_and_gradient(
@@ -389,6 +430,20 @@ def test_dapo_is_length_times_grpo_at_equal_lengths(inputs):
     expected = loss_and_gradient(grpo, equal_lengths(inputs))
     torch.testing.assert_close(actual[0], 5 * expected[0])
     torch.testing.assert_close(actual[1], 5 * expected[1])
+
+
+def test_cispo_at_ratio_1_has_the_gradient_of_dapo(inputs):
+    same = {"old_logprobs": inputs["logprobs"]}
+    torch.testing.assert_close(loss_and_gradient(cispo, inputs, **same)[1], loss_and_gradient(dapo, inputs, **same)[1])
+
+
+def test_without_cap_and_clip_cispo_has_the_gradient_of_dapo(inputs):
+    """r ∇ log π = ∇ r: where nothing is clipped, the two are one."""
+    wide = {"clip_eps_low": 1e9, "clip_eps_high": 1e9}
+    actual, expected = (loss_and_gradient(script, inputs, **wide)[1] for script in (cispo, dapo))
+    torch.testing.assert_close(actual, expected)
+    clipped = loss_and_gradient(dapo, inputs)[1]
+    assert ((clipped == 0) & (actual != 0)).any() and (actual[inputs["completion_mask"]] != 0).all()
 
 
 def test_dr_grpo_is_grpo_where_all_lengths_are_the_constant(inputs):
@@ -409,7 +464,7 @@ def test_gspo_gradient_is_constant_over_a_completion_and_depends_on_its_mean_rat
 
 
 @pytest.mark.parametrize(
-    "script, depends", [(grpo, True), (gspo, True), (dr_grpo, False), (dapo, False), (reinforce, False)]
+    "script, depends", [(grpo, True), (gspo, True), (dr_grpo, False), (dapo, False), (reinforce, False), (cispo, False)]
 )
 def test_whether_the_weight_of_a_token_depends_on_the_length(inputs, script, depends):
     same = {"old_logprobs": inputs["logprobs"]}
@@ -490,7 +545,8 @@ def test_float32_stays_float32_and_agrees(script):
 def test_inputs_stay_as_they_are(script, inputs):
     before = {key: value.clone() for key, value in inputs.items() if torch.is_tensor(value)}
     loss_and_gradient(script, inputs)
-    rewards = tensor([1.0, 0.0, 0.0, 0.5, 0.5, 0.5])
-    advantages_of(script, rewards, 3)
-    assert rewards.tolist() == [1.0, 0.0, 0.0, 0.5, 0.5, 0.5]
+    if script is not grpo_process:
+        rewards = tensor([1.0, 0.0, 0.0, 0.5, 0.5, 0.5])
+        advantages_of(script, rewards, 3)
+        assert rewards.tolist() == [1.0, 0.0, 0.0, 0.5, 0.5, 0.5]
     assert all(torch.equal(inputs[key], value) for key, value in before.items())

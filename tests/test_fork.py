@@ -9,11 +9,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from test_copies import MARKER, ROOT
 from test_gradients import model, rows  # noqa: F401, fixtures that the page's test imports, too
 from test_losses import hand_inputs  # noqa: F401
 from test_training import read
 
+import cispo
 import grpo
 
 PAGE = (ROOT / "docs" / "fork.md").read_text(encoding="utf-8")
@@ -21,6 +23,7 @@ DIFFS = dict(re.findall(r"^```diff\n--- (\w+)\.py\n(.*?)^```", PAGE, re.DOTALL |
 [TEST] = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 COPY = "    cp grpo.py {0}.py\n    sed -n '/^--- {0}.py/,/^```$/p' docs/fork.md | git apply -p0\n"
 SIZES = {"prompts_per_step": 4, "group_size": 4, "minibatch_size": 8, "warmup_steps": 0, "learning_rate": 4e-4}
+TWO_GROUPS = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 0.0]), 3
 WRONG = {  # mistakes in the loss of my_cispo.py: what is replaced by what
     "the gradient goes through the ratio": ("ratio.detach().clamp", "ratio.clamp"),
     "no cap": (".clamp(max=1 + clip_eps)", ""),
@@ -108,6 +111,20 @@ def test_cispo_trains_on_token_means_without_a_reference(forks, tmp_path):
     lines, _, divisors, tokens = train(forks["my_cispo"], tmp_path / "run")
     assert [sum(divisors[:2]), sum(divisors[2:])] == [tokens[0], tokens[2]]
     assert not any(key in lines[-1] for key in ("loss/kl", "policy/ref_kl", "policy/clip_fraction_low"))
+
+
+def test_the_fork_has_the_loss_and_the_gradient_of_cispo(forks, hand_inputs):  # noqa: F811
+    results = []
+    for script, settings in ((cispo, {"clip_eps_high": 0.2}), (forks["my_cispo"], {"clip_eps": 0.2, "kl_coef": 0.0})):
+        logprobs = hand_inputs["logprobs"].clone().requires_grad_()
+        given = hand_inputs | settings | {"logprobs": logprobs, "ref_logprobs": None}
+        names = inspect.signature(script.policy_loss).parameters
+        loss, metrics = script.policy_loss(**{name: given[name] for name in names if name in given})
+        loss.backward()
+        capped = metrics.get("policy/cap_fraction", metrics.get("policy/clip_fraction_high"))
+        results.append([loss.item(), capped.item(), *logprobs.grad.flatten().tolist()])
+    assert results[0] == results[1]
+    assert cispo.compute_advantages(*TWO_GROUPS).tolist() == forks["my_cispo"].compute_advantages(*TWO_GROUPS).tolist()
 
 
 def test_the_test_of_the_page_passes_on_its_fork_and_fails_on_grpo(forks, model, rows, hand_inputs):  # noqa: F811

@@ -1,13 +1,10 @@
 """Gradients of the scripts' own functions against exact ones, over every completion of a tiny model."""
 
 import itertools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from processes import run_on_ranks
 from tiny import (
     PAD_ID,
     SCRIPTS,
@@ -21,6 +18,7 @@ from tiny import (
 )
 from two_ranks import ARGS, CASES, SHARES, run, take
 
+import cispo
 import dapo
 import grpo
 import reinforce
@@ -149,11 +147,11 @@ def test_division_by_length_is_not_the_gradient_of_the_reward(model, rows):
     assert policy_gradient_error(model, rows, "expected reward", scale=1 / rows["lengths"]) > 1e-3
 
 
-@pytest.mark.parametrize("name", ["grpo", "gspo", "dapo"])
+@pytest.mark.parametrize("name", ["grpo", "gspo", "dapo", "cispo"])
 def test_expected_gradient_of_groups_of_two_is_exact(model, rows, name):
     """Over all pairs of completions: an advantage is d/2 / (|d| / √2 + 1e-4), with d the difference of rewards.
 
-    GSPO has the same gradient as GRPO at ratio 1, DAPO that of a sum over tokens.
+    GSPO has the same gradient as GRPO at ratio 1, DAPO and CISPO that of a sum over tokens.
     """
     script = SCRIPTS[name]
     probabilities = rows["probabilities"].view(len(PROMPTS), -1)
@@ -161,7 +159,7 @@ def test_expected_gradient_of_groups_of_two_is_exact(model, rows, name):
     difference = rewards[:, :, None] - rewards[:, None]  # (prompts, N, N)
     advantages = difference / 2 / (difference.abs() / 2**0.5 + 1e-4)
     mean_advantages = (probabilities.detach()[:, None] * advantages).sum(2)  # (prompts, N), over the other completion
-    lengths = 1 if script is dapo else rows["lengths"].view(len(PROMPTS), -1)
+    lengths = 1 if script in (dapo, cispo) else rows["lengths"].view(len(PROMPTS), -1)
     exact = gradient_of(model, 2 * (probabilities * mean_advantages / lengths).sum())
 
     places = torch.arange(rewards.numel()).view(len(PROMPTS), -1).tolist()
@@ -257,10 +255,12 @@ def test_accumulated_gradient_is_that_of_the_mean_loss(script, policy, batch, on
     inputs = [batch[key] for key in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")]
     logprobs, entropies = script.token_logprobs(policy.model, *inputs, 0.7)
     inputs = batch | {"logprobs": logprobs} | ({"old_logprobs": logprobs.detach()} if on_policy else {})
+    inputs |= {"completion_mask": batch["action_mask"]} if script is SCRIPTS["grpo_tools"] else {}
     loss, expected = call_policy_loss(script, make_args(script), **inputs)
     gradient, metrics = accumulate(script, policy, batch, on_policy=on_policy)
     assert relative_error(gradient, gradient_of(policy, loss / 8)) < 1e-12
-    expected |= {"policy/entropy": entropies.sum(), "num_tokens": batch["completion_mask"].sum()}
+    mask = inputs["completion_mask"]
+    expected |= {"policy/entropy": (entropies * mask).sum(), "num_tokens": mask.sum()}
     if "num_sequences" in metrics:  # gspo's fractions are of completions
         expected["num_sequences"] = torch.tensor(8)
     torch.testing.assert_close(metrics, expected, check_dtype=False)
@@ -269,7 +269,7 @@ def test_accumulated_gradient_is_that_of_the_mean_loss(script, policy, batch, on
 
 def test_a_part_of_the_batch_is_clipped(script, whole):
     """Were all of it, the tests around this one would compare zeros."""
-    num_clipped = sum(value for key, value in whole[1].items() if "clip_fraction" in key)
+    num_clipped = sum(value for key, value in whole[1].items() if "_fraction" in key)
     assert num_clipped > 0 or script is reinforce
     assert whole[0].norm() > 0.01
 
@@ -299,7 +299,7 @@ def test_padding_of_the_batch_does_not_matter(script, policy, batch, whole):
     for key, filling in (("prompt_ids", 7), ("prompt_mask", 0)):
         padded[key] = torch.cat([torch.full((8, 3), filling), batch[key]], 1)
     logprobs = [(key, 9.0) for key in ("old_logprobs", "ref_logprobs", "sampler_logprobs")]
-    for key, filling in (("completion_ids", 7), ("completion_mask", 0), *logprobs):
+    for key, filling in (("completion_ids", 7), ("completion_mask", 0), ("action_mask", 0), *logprobs):
         padded[key] = torch.cat([batch[key], torch.full((8, 4), filling, dtype=batch[key].dtype)], 1)
     gradient, metrics = accumulate(script, policy, padded)
     assert relative_error(gradient, whole[0]) < 1e-9
@@ -334,17 +334,8 @@ def test_batch_stays_as_it_is(script, policy, batch):
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """What two_ranks.py finds on each of two ranks."""
-    folder, tests = tmp_path_factory.mktemp("two_ranks"), Path(__file__).parent
-    path = os.pathsep.join([str(tests), str(tests.parent)])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, str(tests / "two_ranks.py"), str(folder)]
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-    try:
-        _, errors = process.communicate(timeout=180)
-    finally:
-        process.terminate()  # where the ranks wait for each other: torchrun then ends them
-    assert process.returncode == 0, errors[-3000:]
+    folder = tmp_path_factory.mktemp("two_ranks")
+    run_on_ranks("two_ranks.py", folder)
     return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
 
 

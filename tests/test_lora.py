@@ -127,7 +127,7 @@ def test_checkpoints_are_ordinary_folders_of_one_dtype(config, precision, tmp_pa
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_training_moves_what_adapters_reach_and_nothing_else(script, tmp_path):
-    settings = {"num_steps": 2, "eval_every": 2, "save_every": 2, "eval_prompts": 4, "lora_rank": 2}
+    settings = {"num_steps": 2, "save_every": 2, "eval_prompts": 0, "lora_rank": 2}
     if script in (sft, reward_model):
         settings |= {"model": str(grpo.HERE / "models" / "tiny"), "minibatch_size": 8}
     args = make_main_args(script, tmp_path, **settings, run_dir=str(tmp_path / "run"))

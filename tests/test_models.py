@@ -290,10 +290,11 @@ def test_a_folder_with_something_wrong_is_one_line(script, fault, tmp_path):
     break_it, message = FAULTS[fault]
     shutil.copytree(TINY, tmp_path / "model")
     break_it(tmp_path / "model")
+    row = {"answer": "2", "chosen": "2", "rejected": "3"}
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": f"{i}+1=", **row} for i in range(6)])
+    settings = {"model": str(tmp_path / "model"), "dataset": rows, "run_dir": str(tmp_path / "run")}
     with pytest.raises(SystemExit, match=message) as error:
-        script.main(
-            script.Args(model=str(tmp_path / "model"), num_steps=1, eval_prompts=2, run_dir=str(tmp_path / "run"))
-        )
+        script.main(script.Args(num_steps=1, eval_prompts=2, **settings))
     assert str(error.value).startswith(f"--model {tmp_path / 'model'}: ") and "\n" not in str(error.value)
     assert len(str(error.value)) < 500 and not (tmp_path / "run").exists()
 

@@ -271,7 +271,8 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_resumed_run_equals_an_uninterrupted_one(name, tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(ppo_rlhf, "NORM_SAMPLES", 16)
     script, settings = RUNS[name]
     schedule = {"num_steps": 4} if script is not sft else {"num_steps": 4, "warmup_steps": 4}  # no cosine yet
     script.main(make_main_args(script, tmp_path, **settings, **schedule, run_dir=str(tmp_path / "whole")))

@@ -2,12 +2,9 @@
 
 import json
 import math
-import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from dataclasses import asdict, fields
 from itertools import permutations
 from pathlib import Path
@@ -15,7 +12,8 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
-from test_cli import names_of, parse_help, run_each
+from processes import run_on_ranks
+from test_cli import names_of, parse_help
 from test_data import TEMPLATE, word_tokenizer
 from test_resume import KILLS, assert_same_run, finish, logged, start
 from tiny import load_scorer
@@ -49,14 +47,20 @@ def cache_in_temporary_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def pairs(tmp_path_factory):
-    """A folder with the first of the embedded pairs; beside it one of sums."""
-    folder = tmp_path_factory.mktemp("data")
-    for source, name, sizes in (("preferences", "pairs", (448, 64)), ("addition", "sums", (64, 16))):
+    """A folder with the first of the embedded pairs; beside it one of fewer, and one of sums."""
+    folder, kinds = tmp_path_factory.mktemp("data"), (("preferences", "pairs", (448, 64)),)
+    for source, name, sizes in (*kinds, ("preferences", "few", (64, 16)), ("addition", "sums", (64, 16))):
         (folder / name).mkdir()
         for split, count in zip(("train", "test"), sizes):
             lines = (ROOT / "data" / source / f"{split}.jsonl").read_text().splitlines(keepends=True)
             (folder / name / f"{split}.jsonl").write_text("".join(lines[:count]))
     return str(folder / "pairs")
+
+
+@pytest.fixture(scope="session")
+def few(pairs):
+    """64 pairs, for runs of a few steps."""
+    return str(Path(pairs).parent / "few")
 
 
 @pytest.fixture(scope="session")
@@ -228,13 +232,13 @@ def test_without_kl_penalty_no_reference_is_loaded(tmp_path, monkeypatch, pairs,
 
 @pytest.mark.usefixtures("few_norm_samples")
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_training_does_not_depend_on_the_microbatch_budget(tmp_path, script, pairs, reward_run):
+def test_training_does_not_depend_on_the_microbatch_budget(tmp_path, script, few, reward_run):
     lines = []
     for budget in (100, 100_000):
         run = tmp_path / str(budget)
         settings = {"num_steps": 1, "microbatch_tokens": budget, "gradient_checkpointing": budget == 100}
         settings |= {"eval_dataset": ""} if script is dpo else {}
-        script.main(small_args(script, run, pairs, reward_run / "checkpoint", **settings))
+        script.main(small_args(script, run, few, reward_run / "checkpoint", **settings))
         lines.append(logged(run)[1])
     assert lines[0].keys() == lines[1].keys() and lines[0]["optim/grad_norm"] > 0
     for key in lines[0]:
@@ -321,17 +325,17 @@ def test_a_reward_model_trained_further_keeps_its_head(tmp_path, reward_run, pai
     assert logged(run)[0]["eval/pair_loss"] == pytest.approx(expected["eval/pair_loss"], abs=1e-5)
 
 
-def test_from_fine_tuning_to_dpo_to_evaluation(tmp_path, pairs):
+def test_from_fine_tuning_to_dpo_to_evaluation(tmp_path, few):
     sizes = {"num_steps": 1, "minibatch_size": 8, "eval_prompts": 4}
     lines = (ROOT / "data" / "addition" / "sft.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "sft.jsonl").write_text("".join(lines[:64]))
     data = str(tmp_path / "sft.jsonl")
     sft.main(sft.Args(model=str(TINY), dataset=data, run_dir=str(tmp_path / "sft"), **sizes))
     settings = {"model": str(tmp_path / "sft" / "checkpoint"), "num_steps": 2, "learning_rate": 1e-4}
-    dpo.main(small_args(dpo, tmp_path / "dpo", pairs, None, eval_prompts=8, **settings))
+    dpo.main(small_args(dpo, tmp_path / "dpo", few, None, eval_prompts=8, **settings))
     expected = logged(tmp_path / "dpo")[-1]
     model = str(tmp_path / "dpo" / "checkpoint")
-    settings = {"dataset": str(Path(pairs).parent / "sums"), "num_steps": 0, "eval_prompts": 8, "seed": 3}
+    settings = {"dataset": str(Path(few).parent / "sums"), "num_steps": 0, "eval_prompts": 8, "seed": 3}
     grpo.main(grpo.Args(model=model, rollout_batch_size=3, run_dir=str(tmp_path / "grpo"), **settings))
     (line,) = logged(tmp_path / "grpo")
     assert {key: value for key, value in line.items() if key.startswith("eval/")} == {
@@ -393,8 +397,11 @@ BAD_SETTINGS = [
 
 
 @pytest.mark.parametrize("script, settings, expected", BAD_SETTINGS)
-def test_bad_settings_exit_with_one_line_and_leave_nothing_behind(tmp_path, monkeypatch, script, settings, expected):
+def test_bad_settings_exit_with_one_line_and_leave_nothing_behind(
+    tmp_path, monkeypatch, few, script, settings, expected
+):
     monkeypatch.chdir(tmp_path)
+    settings = settings if script is ppo_rlhf else {"dataset": few} | settings
     assert re.search(expected, exit_message(script, **settings, run_dir="mine"))
     assert list(tmp_path.iterdir()) == []
 
@@ -449,11 +456,15 @@ def load_state(run, folder):
 
 @pytest.mark.usefixtures("few_norm_samples")
 @pytest.mark.parametrize(("script", "kill_at_call"), [(reward_model, 5), (dpo, 5), (ppo_rlhf, 10)], ids=NAMES)
-def test_run_killed_once_and_resumed_is_bit_identical(tmp_path, script, kill_at_call, pairs, reward_run):
+def test_run_killed_once_and_resumed_is_bit_identical(tmp_path, script, kill_at_call, few, reward_run):
     """The killed run is a process of its own; the others are in this one, which has not seen what that one did."""
     reference, run = tmp_path / "reference", tmp_path / "run"
     settings = {"num_steps": 6, "eval_every": 3, "save_every": 2}
-    args = [small_args(script, folder, pairs, reward_run / "checkpoint", **settings) for folder in (reference, run)]
+    if script is ppo_rlhf:
+        texts = (ROOT / "data" / "addition" / "sft.jsonl").read_text().splitlines(keepends=True)[:50]
+        (tmp_path / "texts.jsonl").write_text("".join(texts))
+        settings |= {"ptx_coef": 0.5, "ptx_dataset": str(tmp_path / "texts.jsonl")}
+    args = [small_args(script, folder, few, reward_run / "checkpoint", **settings) for folder in (reference, run)]
     kill = KILLS["in the first step after a save"].replace("KILL_AT_CALL", str(kill_at_call))
     process = start(script.__name__, flags_of(args[1]), f"script.NORM_SAMPLES = 16\n{kill}")
     script.main(args[0])
@@ -470,15 +481,15 @@ def test_run_killed_once_and_resumed_is_bit_identical(tmp_path, script, kill_at_
         assert torch.equal(state[name], value) if torch.is_tensor(value) else state[name] == value, name
 
 
-def test_resumed_dpo_reads_its_reference_from_the_run_folder(tmp_path, pairs):
+def test_resumed_dpo_reads_its_reference_from_the_run_folder(tmp_path, few):
     """A file with other numbers shows which are used; computed anew they would be those of the trained policy."""
     run = tmp_path / "run"
     settings = {"num_steps": 1, "eval_prompts": 3, "eval_dataset": ""}
-    dpo.main(small_args(dpo, run, pairs, None, **settings))
+    dpo.main(small_args(dpo, run, few, None, **settings))
     for name in ("train", "held_out"):
         path = run / f"reference_{name}.json"
         chosen, rejected = json.loads(path.read_text())
-        assert len(chosen) == len(rejected) >= {"train": 440, "held_out": 3}[name] and max(chosen + rejected) <= 0
+        assert len(chosen) == len(rejected) >= {"train": 60, "held_out": 3}[name] and max(chosen + rejected) <= 0
         path.write_text(json.dumps([[value - 1000 for value in chosen], rejected]))
     texts = [(run / f"reference_{name}.json").read_text() for name in ("train", "held_out")]
     dpo.main(dpo.Args(resume=str(run), num_steps=2))
@@ -497,9 +508,9 @@ def test_resumed_ppo_reads_its_normalisation_from_the_run_folder(tmp_path, pairs
     assert logged(run)[2]["score/mean"] == pytest.approx(500, abs=20)
 
 
-def test_resumed_dpo_refuses_other_pairs(tmp_path, pairs):
+def test_resumed_dpo_refuses_other_pairs(tmp_path, few):
     run = tmp_path / "run"
-    shutil.copytree(pairs, tmp_path / "pairs")
+    shutil.copytree(few, tmp_path / "pairs")
     dataset = str(tmp_path / "pairs")
     dpo.main(small_args(dpo, run, dataset, None, num_steps=1, eval_prompts=0, eval_dataset=""))
     lines = (tmp_path / "pairs" / "train.jsonl").read_text().splitlines(keepends=True)
@@ -534,20 +545,16 @@ with open(f"{folder}/rank{os.environ['RANK']}.json", "w") as file:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory, pairs, reward_run):
+def two_ranks(tmp_path_factory, few, reward_run):
     """The folder of runs of the three scripts on two ranks; of 3 held-out pairs and 1 prompt, some ranks have fewer."""
     folder = tmp_path_factory.mktemp("ranks")
     jobs = []
     for script in SCRIPTS:
         settings = {"num_steps": 1, "microbatch_tokens": 320, "eval_prompts": 1 if script is ppo_rlhf else 3}
-        args = small_args(script, folder / script.__name__, pairs, reward_run / "checkpoint", **settings)
+        args = small_args(script, folder / script.__name__, few, reward_run / "checkpoint", **settings)
         jobs.append((script.__name__, {f.name: getattr(args, f.name) for f in fields(args)}))
     (folder / "each.py").write_text(RANKS)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_DATASETS_CACHE": str(folder / "cache")}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(folder / "each.py"), json.dumps(jobs), str(folder)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert result.returncode == 0, result.stderr[-4000:]
+    run_on_ranks(folder / "each.py", json.dumps(jobs), folder, HF_DATASETS_CACHE=str(folder / "cache"))
     return folder, dict(jobs)
 
 
@@ -585,25 +592,6 @@ def test_ranks_agree(two_ranks, name):
 
 
 # ---- the scripts' help
-
-
-@pytest.fixture(scope="module")
-def helps(tmp_path_factory):
-    """What --help prints of each copied script, on an ascii console."""
-    folder = tmp_path_factory.mktemp("help")
-    for script in SCRIPTS:
-        (folder / script.__name__).mkdir()
-        shutil.copy(script.__file__, folder / script.__name__)
-    environment = {"PYTHONIOENCODING": "ascii", "LC_ALL": "C", "PYTHONUTF8": "0", "COLUMNS": "200"}
-    return run_each(folder, "--help", PYTHONDONTWRITEBYTECODE="1", **environment)
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_help_works_on_an_ascii_console(helps, script):
-    text = helps[script.__name__]
-    assert f"usage: {script.__name__}.py" in text
-    for name in names_of(script):
-        assert re.search(rf"--{name.replace('_', '-')}\b", text), name
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

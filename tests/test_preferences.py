@@ -2,16 +2,14 @@
 
 import json
 import math
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import preference_ranks
 import pytest
 import torch
 from preference_ranks import BUDGET, NAMES, PAIRS, SHARES, build_reference, build_scorer
+from processes import run_on_ranks
 from test_data import word_tokenizer
 from test_gradients import gradient_of
 from test_losses import read_oracle, tensor
@@ -560,17 +558,8 @@ def test_first_loss_of_dpo_is_log_2(tmp_path):
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """What preference_ranks.py finds on each of two ranks."""
-    folder, tests = tmp_path_factory.mktemp("preference_ranks"), Path(__file__).parent
-    path = os.pathsep.join([str(tests), str(tests.parent)])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, str(tests / "preference_ranks.py"), str(folder)]
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-    try:
-        _, errors = process.communicate(timeout=120)
-    finally:
-        process.terminate()  # where the ranks wait for each other: torchrun then ends them
-    assert process.returncode == 0, errors[-3000:]
+    folder = tmp_path_factory.mktemp("preference_ranks")
+    run_on_ranks("preference_ranks.py", folder)
     return [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
 
 

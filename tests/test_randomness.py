@@ -1,13 +1,10 @@
 """Two ranks share the rows, draw different random numbers, sample from the trained policy, and divide by one number."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from main_ranks import GROUP_SIZE, NUM_STEPS, ROWS, ROWS_PER_STEP, SCRIPTS, SETTINGS, make_args
+from processes import run_on_ranks
 
 import sft
 
@@ -17,19 +14,9 @@ SAMPLED = [name for name in SCRIPTS if name != "sft"]
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """What main_ranks.py sees on each of two ranks, by script."""
-    folder, tests = tmp_path_factory.mktemp("main_ranks"), Path(__file__).parent
+    folder = tmp_path_factory.mktemp("main_ranks")
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    path = os.pathsep.join([str(tests), str(tests.parent)])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
-    environment["HF_DATASETS_CACHE"] = str(folder / "cache")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, str(tests / "main_ranks.py"), str(folder)]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    try:
-        _, errors = process.communicate(timeout=240)
-    finally:
-        process.terminate()  # where the ranks wait for each other: torchrun then ends them
-    assert process.returncode == 0, errors[-3000:]
+    run_on_ranks("main_ranks.py", folder, HF_DATASETS_CACHE=str(folder / "cache"))
     return [json.loads((folder / f"{rank}.json").read_text()) | {"folder": folder} for rank in (0, 1)]
 
 

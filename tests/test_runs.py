@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import wandb
+from processes import Forked
 
 import dpo
 import grpo
@@ -410,14 +411,10 @@ grpo.main(grpo.Args(run_dir=sys.argv[1], **SMALL))
 def test_a_save_that_finds_no_room_is_one_line_and_leaves_the_last_state(tmp_path, limit):
     """The smaller limit stops the state, the larger one might stop the checkpoint."""
     code = FULL_DISK.replace("SMALL", repr(SMALL)).replace("BYTES", str(limit))
-    process = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "run")],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
-    assert process.returncode == 1 and "Traceback" not in process.stderr, process.stderr
-    line = process.stderr.strip().splitlines()[-1]
+    process = Forked(code, ["grpo.py", tmp_path / "run"])
+    output, _ = process.communicate()
+    assert process.returncode == 1 and "Traceback" not in output, output
+    line = output.strip().splitlines()[-1]
     assert re.search("step 2 could not be saved, [0-9]+ MB were free; mend it, then --resume .*run", line), line
     assert not [path for path in (tmp_path / "run").rglob("*unfinished*")]
     grpo.main(grpo.Args(resume=str(tmp_path / "run")))

@@ -3,9 +3,11 @@
 import io
 import json
 import os
+import random
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import datasets
@@ -17,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
 import sample
 
+import dpo
 import grpo
 import sft
 
@@ -215,12 +218,87 @@ def test_sft_trains_on_the_right_completions_alone():
     assert [line["step"] for line in read("run/metrics.jsonl")] == [0, 1, 2]
 
 
+# ---- what is kept
+
+ONE = {"prompt": "1+1=", "answer": "2"}
+GROUP = [("a", 1.0, False), ("b", 0.0, False), ("a", 1.0, False), ("c", 1.0, True), ("d", 0.0, True), (" ", 0.0, False)]
+GROUP += [("e", 1.5, False), ("f", 0.5, False), ("f", 0.5, False), ("g", 0.0, False)]
+
+
+def keep(*flags, seed=0):
+    given = sample.parse_args(["--keep", *flags])
+    return sample.keep_rows([(ONE, *one) for one in GROUP], given, random.Random(seed))
+
+
+def test_right_keeps_distinct_completions_of_the_least_reward_that_are_not_cut_off():
+    kept = sorted((row["completion"], row["reward"]) for row in keep("right"))
+    assert kept == [("a", 1.0), ("e", 1.5)]
+    assert sorted(row["completion"] for row in keep("right", "--min-reward", "0.5")) == ["a", "e", "f"]
+    assert len(keep("all")) == len(GROUP) and keep("right", "--min-reward", "2") == []
+
+
+def test_pairs_are_of_a_right_and_a_wrong_completion_each_used_once():
+    drawn = [[(row["chosen"], row["rejected"]) for row in keep("pairs", seed=seed)] for seed in range(40)]
+    for pairs in drawn:
+        assert sorted(chosen for chosen, _ in pairs) == ["a", "e"]
+        assert len({rejected for _, rejected in pairs}) == 2
+    assert {rejected for pairs in drawn for _, rejected in pairs} == {"b", "f", "g"}
+    assert {*keep("pairs")[0]} == {"prompt", "chosen", "rejected"}
+
+
+def test_those_of_a_prompt_are_drawn_by_the_seed():
+    drawn = [tuple(row["completion"] for row in keep("right", "--per-prompt", "1", seed=seed)) for seed in range(40)]
+    assert {*drawn} == {("a",), ("e",)}
+    assert drawn == [tuple(r["completion"] for r in keep("right", "--per-prompt", "1", seed=s)) for s in range(40)]
+
+
+@pytest.mark.parametrize("form", ["right", "pairs"])
+def test_the_rows_that_are_kept_are_of_samples_and_train(form, capsys):
+    flags = ["--split", "train", "--num-prompts", 16, "--num-samples", 8, "--show", 0]
+    run(*flags, "--out", "all.jsonl")
+    capsys.readouterr()
+    run(*flags, "--keep", form, "--per-prompt", 2, "--out", "a.jsonl")
+    everything, kept = read("all.jsonl"), read("a.jsonl")
+    for row in kept:
+        texts = {one["completion"]: one["reward"] for one in everything if one["prompt"] == row["prompt"]}
+        assert texts[row.get("chosen", row.get("completion"))] == 1 and texts.get(row.get("rejected"), 0) == 0
+    gave = {row["prompt"] for row in kept}
+    said = f"written: a.jsonl\n{len(kept)} rows, {16 - len(gave)} of 16 prompts gave none\n16 prompts, 128 completions"
+    assert said in capsys.readouterr().out and max(Counter(row["prompt"] for row in kept).values()) == 2
+    script, extra = (sft, {}) if form == "right" else (dpo, {"eval_dataset": ""})
+    sizes = {"num_steps": 1, "minibatch_size": 8, "eval_prompts": 0, "run_dir": "run"} | extra
+    script.main(script.Args(model=grpo.MODEL, dataset="a.jsonl", **sizes))
+    assert json.loads(Path("run/args.json").read_text())["run"]["data"][0].startswith(f"{len(kept)} training rows")
+
+
+def test_where_nothing_is_right_there_is_no_file(monkeypatch):
+    monkeypatch.setattr(grpo, "reward_fn", lambda *_: 0.0)
+    with pytest.raises(SystemExit, match="--keep right: no prompt gave any: 2 prompts, 4 completions"):
+        run("--num-prompts", 2, "--num-samples", 2, "--keep", "right", "--out", "a.jsonl")
+    assert not Path("a.jsonl").exists()
+
+
+def test_the_file_is_there_when_it_is_whole(monkeypatch):
+    def fail(*_):
+        assert Path("a.jsonl.unfinished").exists() and not Path("a.jsonl").exists()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(grpo, "rollout", fail)
+        run("--num-prompts", 2, "--out", "a.jsonl")
+    assert not Path("a.jsonl").exists()
+    run("--num-prompts", 2, "--out", "a.jsonl")
+    assert len(read("a.jsonl")) == 8 and not Path("a.jsonl.unfinished").exists()
+
+
 # ---- bad input
 
 BAD = [
     (["--temperature", "-1"], "--temperature -1.0: must be a finite number of at least 0"),
     (["--temperature", "nan"], "--temperature nan: must be"),
     (["--num-samples", "0"], "--num-samples 0: must be a finite number of at least 1"),
+    (["--keep", "right", "--prompt", "1+1="], "--keep right: own prompts have no answers"),
+    (["--per-prompt", "0"], "--per-prompt 0: must be"),
     (["--num-prompts", "0"], "--num-prompts 0: must be"),
     (["--max-completion-length", "0"], "--max-completion-length 0: must be"),
     (["--prompt", "1+1=", "--max-completion-length", "300"], "over the context of 256"),

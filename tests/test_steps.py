@@ -12,6 +12,7 @@ import torch
 from preference_ranks import build_scorer
 from tiny import COMPLETIONS, PAD_ID, PROMPTS, build_model, load, pad_right
 
+import cispo
 import dapo
 import dpo
 import dr_grpo
@@ -22,12 +23,13 @@ import reinforce
 import reward_model
 import sft
 
-CLIPPED = ["grpo", "grpo without KL", "dr_grpo", "dapo", "gspo"]
+CLIPPED = ["grpo", "grpo without KL", "dr_grpo", "dapo", "gspo", "cispo"]
 ONLINE = [*CLIPPED, "reinforce"]
 SAMPLED = [*ONLINE, "ppo_rlhf"]
 SUPERVISED = ["reward_model", "dpo", "sft"]
 SCRIPTS = {"grpo without KL": grpo} | {
-    script.__name__: script for script in (grpo, dr_grpo, dapo, gspo, reinforce, ppo_rlhf, reward_model, dpo, sft)
+    script.__name__: script
+    for script in (grpo, dr_grpo, dapo, gspo, reinforce, ppo_rlhf, reward_model, dpo, sft, cispo)
 }
 GROUP_SIZE, PROMPTS_PER_STEP, NUM_STEPS = 4, 4, 3
 ROWS = [  # for every script
@@ -287,6 +289,8 @@ def test_rows_without_gradient_count_in_the_divisor(runs, name):
         if name == "dapo":  # tokens of all completions that were found, in two minibatches
             num_tokens = batch["completion_mask"].view(-1, GROUP_SIZE, 12)[groups_found(batch)].sum().item()
             assert sum(divisors) == max(num_tokens, len(updates)) and len(set(divisors)) > 1
+        elif name == "cispo":  # tokens of all completions, in two minibatches
+            assert sum(divisors) == batch["completion_mask"].sum().item() and len(divisors) == 2
         elif name == "ppo_rlhf":
             assert divisors == [batch["completion_mask"][update.rows].sum().item() for update in updates]
         elif name == "sft":

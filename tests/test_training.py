@@ -9,14 +9,16 @@ import torch
 from tiny import load
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import cispo
 import dapo
 import dr_grpo
 import grpo
+import grpo_process
 import gspo
 import reinforce
 import sft
 
-SCRIPTS = [grpo, reinforce, dr_grpo, dapo, gspo]
+SCRIPTS = [grpo, reinforce, dr_grpo, dapo, gspo, cispo, grpo_process]
 
 
 def read(path):
@@ -55,7 +57,7 @@ def test_default_grpo_run_cut_short_learns(tmp_path):
     assert AutoTokenizer.from_pretrained(run / "checkpoint").chat_template
 
 
-@pytest.mark.parametrize("script", [reinforce, dr_grpo, dapo, gspo])
+@pytest.mark.parametrize("script", [reinforce, dr_grpo, dapo, gspo, cispo])
 def test_short_run_learns(script, tmp_path):
     sizes = {"num_steps": 10, "prompts_per_step": 8, "minibatch_size": 32, "max_completion_length": 40}
     evaluation = {"eval_every": 10, "eval_prompts": 64, "save_every": 10}

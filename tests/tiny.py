@@ -6,13 +6,16 @@ import inspect
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
 
+import cispo
 import dapo
 import dr_grpo
 import grpo
+import grpo_tools
 import gspo
 import reinforce
 
 SCRIPTS = {"grpo": grpo, "reinforce": reinforce, "dr_grpo": dr_grpo, "dapo": dapo, "gspo": gspo}
+SCRIPTS |= {"cispo": cispo, "grpo_tools": grpo_tools}
 SETTINGS = {"temperature": 0.7, "microbatch_tokens": 10_000, "max_completion_length": 9, "kl_coef": 0.04}
 SETTINGS |= {"sampler_weight_cap": 2.0}
 SETTINGS |= {"clip_eps": 0.2, "clip_eps_low": 0.05, "clip_eps_high": 0.15}  # they clip a part of make_batch, gspo's too
@@ -69,6 +72,8 @@ def make_batch(model, temperature=0.7):
     with torch.no_grad():
         inputs = (prompt_ids, prompt_mask, completion_ids, completion_mask)
         logprobs, _ = grpo.token_logprobs(model, *inputs, temperature)
+    action_mask = completion_mask.clone()
+    action_mask[0, 1] = action_mask[2, :3] = action_mask[4, 4] = 0  # what a tool wrote
     generator = torch.Generator().manual_seed(1)
     noise = torch.randn(2, *logprobs.shape, generator=generator, dtype=torch.float64).to(logprobs.dtype)
     sampler_noise = torch.randn(logprobs.shape, generator=generator, dtype=torch.float64).to(logprobs.dtype)
@@ -77,6 +82,7 @@ def make_batch(model, temperature=0.7):
         "prompt_mask": prompt_mask,
         "completion_ids": completion_ids,
         "completion_mask": completion_mask,
+        "action_mask": action_mask,
         "lengths": prompt_mask.sum(1) + completion_mask.sum(1),
         "advantages": torch.tensor([1.2, -0.7, 0.0, 0.4, -1.5, 0.0, 0.9, -0.3], dtype=logprobs.dtype),
         "old_logprobs": logprobs + 0.3 * noise[0],

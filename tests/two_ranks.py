@@ -1,4 +1,4 @@
-"""Run by torchrun in test_gradients.py: gradients, metrics and log-probabilities of a batch split over two ranks."""
+"""Run on two ranks by test_gradients.py: gradients, metrics and log-probabilities of a batch split over two ranks."""
 
 import sys
 
@@ -27,7 +27,7 @@ def take(batch, rows):
     prompt, completion = part["prompt_mask"].sum(1).max(), part["completion_mask"].sum(1).max()
     for key in ("prompt_ids", "prompt_mask"):
         part[key] = part[key][:, -prompt:]
-    for key in ("completion_ids", "completion_mask", "old_logprobs", "ref_logprobs", "sampler_logprobs"):
+    for key in [key for key in part if key.startswith(("completion", "action")) or key.endswith("logprobs")]:
         part[key] = part[key][:, :completion]
     return part
 

@@ -32,6 +32,7 @@ SHAPES = {  # as published in their config.json; the last says whether the LM he
 GPUS = (8, 16, 24, 48, 80, 141)  # GB
 USABLE = 0.94  # of a GPU's GB; the driver reports about 1.07, and its context and gaps between tensors want the rest
 SCRIPTS = ("grpo", "dr_grpo", "dapo", "gspo", "reinforce", "ppo_rlhf", "dpo", "reward_model", "sft")
+SCRIPTS += ("cispo", "grpo_process", "grpo_tools")
 SETTINGS = {  # flags of the scripts that matter here, and what they are where a script lacks them
     "precision": "bfloat16",
     "lora_rank": 0,

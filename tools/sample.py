@@ -4,16 +4,21 @@
     python tools/sample.py --model path/to/model --prompt "What is 17 * 3?" --prompt "What is 3 * 17?"
 
 Without --prompt and --dataset, prompts are the lines of standard input if that is no terminal and has any. One's own
-prompts have no answers and so no rewards, and are kept with --out only. Rejection sampling:
+prompts have no answers and so no rewards, and are kept with --out only. --keep right keeps a prompt's distinct
+completions of a reward of at least --min-reward, --keep pairs these as chosen beside distinct wrong ones as rejected;
+what is cut off is neither. Rejection sampling, and preferences by the reward:
 
-    python tools/sample.py --split train --out samples.jsonl
-    python sft.py --model models/tiny --dataset samples.jsonl --min-reward 1
+    python tools/sample.py --split train --keep right --out right.jsonl
+    python sft.py --model models/tiny --dataset right.jsonl
+    python tools/sample.py --split train --keep pairs --out pairs.jsonl
+    python dpo.py --dataset pairs.jsonl
 """
 
 import argparse
 import json
 import math
 import os
+import random
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -38,7 +43,10 @@ def parse_args(line=None):
     add("--temperature", type=float, default=1.0, help="0 is greedy, one completion (default: 1)")
     add("--rollout-batch-size", type=int, default=128, help="most decoded at once (default: 128)")
     add("--show", type=int, default=8, help="prompts of the dataset that are printed (default: 8)")
-    add("--out", help="new file of prompt, completion, reward, which sft.py reads (default: in runs/)")
+    add("--keep", choices=("all", "right", "pairs"), default="all", help="rows of --out (default: all)")
+    add("--min-reward", type=float, default=1.0, help="right is a reward of at least this (default: 1)")
+    add("--per-prompt", type=int, help="most right ones or pairs of a prompt, drawn by --seed (default: all)")
+    add("--out", help="new file of what is kept, there when it is whole (default: in runs/)")
     add("--precision", choices=("bfloat16", "float32"), default=grpo.Args.precision, help="as in grpo.py")
     for setting in [setting for setting in fields(grpo.Args) if setting.name in SETTINGS]:
         kind, flag = int if "int" in str(setting.type) else str, f"--{setting.name.replace('_', '-')}"
@@ -46,7 +54,7 @@ def parse_args(line=None):
     given = parser.parse_args(line)
     for name, value in vars(given).items():
         least = int(name not in ("eval_prompts", "temperature", "show"))
-        if isinstance(value, int | float) and name != "seed" and not least <= value < math.inf:
+        if isinstance(value, int | float) and name not in ("seed", "min_reward") and not least <= value < math.inf:
             raise SystemExit(f"--{name.replace('_', '-')} {value}: must be a finite number of at least {least}")
     if given.prompt and given.dataset:
         raise SystemExit("--prompt and --dataset: give one of them")
@@ -81,6 +89,23 @@ def with_system(prompt, system_prompt):
     return [{"role": "system", "content": system_prompt}, *messages]
 
 
+def keep_rows(group, given, lot):
+    """The rows that --keep asks for of one prompt's samples."""
+    prompt = with_system(group[0][0]["prompt"], given.system_prompt)
+    if given.keep == "all":
+        return [{"prompt": prompt, "completion": text, "reward": reward} for _, text, reward, _ in group]
+    # What is cut off would be trained with the stop token that it lacks; of equal texts one counts.
+    rewards = {text: reward for _, text, reward, truncated in group if text.strip() and not truncated}
+    right = [text for text, reward in rewards.items() if reward >= given.min_reward]
+    wrong = [text for text, reward in rewards.items() if reward < given.min_reward]
+    lot.shuffle(right)
+    lot.shuffle(wrong)
+    rows = [{"prompt": prompt, "completion": text, "reward": rewards[text]} for text in right]
+    if given.keep == "pairs":
+        rows = [{"prompt": prompt, "chosen": text, "rejected": other} for text, other in zip(right, wrong)]
+    return rows[: given.per_prompt]
+
+
 def summary(samples, n):
     """A line of means over completions, of which n are of a prompt, and of pass@k where there are answers."""
     rows, texts, rewards, truncated = zip(*samples)
@@ -98,8 +123,11 @@ def summary(samples, n):
 def main(given):
     if not given.prompt and given.dataset is None and sys.stdin and not sys.stdin.isatty():
         given.prompt = [line for line in sys.stdin.read().splitlines() if line.strip()]
+    if given.prompt and given.keep != "all":
+        raise SystemExit(f"--keep {given.keep}: own prompts have no answers, so none is right")
     settings = {name: getattr(given, name) for name in (*SETTINGS, "rollout_batch_size", "precision")}
     args = grpo.resolve_args(grpo.Args(**settings))
+    given.system_prompt = args.system_prompt  # the model's, where none was given
     tokenizer = grpo.load_tokenizer(args.model)
     rows = list(load_rows(given, args, tokenizer))
     model, stop_ids = grpo.load_model(args.model, tokenizer)
@@ -107,14 +135,15 @@ def main(given):
     grpo.check_model(model, rows[0]["prompt_ids"], longest + args.max_completion_length)
     sampler = grpo.make_sampler(model, torch.device("cuda" if torch.cuda.is_available() else "cpu"), args.precision)
     torch.manual_seed(args.seed % 2**63)
-    n, samples = given.num_samples if given.temperature else 1, []
+    n, samples, kept = given.num_samples if given.temperature else 1, [], []
+    lot = random.Random(args.seed)
     draw, shown = (grpo.sample_completions, len(rows)) if given.prompt else (grpo.rollout, given.show)
     size = max(1, args.rollout_batch_size // n)  # prompts at once
     out = given.out or (None if given.prompt else args.run_dir.replace("grpo", "samples", 1) + ".jsonl")
     with grpo.one_line(f"--out {out}: cannot be written"):
         if not given.out:
             Path(out or os.devnull).parent.mkdir(exist_ok=True)
-        file = open(out or os.devnull, "x" if out else "w")
+        file = open(f"{out}.unfinished" if out else os.devnull, "w")
     for start in tqdm(range(0, len(rows), size), unit="batch", disable=None):
         part = [row for row in rows[start : start + size] for _ in range(n)]
         batch, texts = draw(sampler, tokenizer, part[::n], n, given.temperature, stop_ids, args)
@@ -127,12 +156,18 @@ def main(given):
                     tqdm.write(row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"])
                 label = "-" if reward is None else f"{reward:.2f}"
                 tqdm.write(f"{label:>6}  " + text.replace("\n", "\n" + " " * 8) + " [cut off]" * truncated)
-            kept = {"prompt": with_system(row["prompt"], args.system_prompt), "completion": text, "reward": reward}
-            file.write(json.dumps(kept) + "\n")
             samples.append((row, text, reward, truncated))
+            if len(samples) % n == 0:
+                kept.append(keep_rows(samples[-n:], given, lot))
+                file.writelines(json.dumps(row) + "\n" for row in kept[-1])
     file.close()
+    if not any(kept):
+        raise SystemExit(f"--keep {given.keep}: no prompt gave any: {summary(samples, n)}")
     if out:
+        os.rename(file.name, out)
         print(f"written: {out}")
+    if given.keep != "all":
+        print(f"{sum(map(len, kept))} rows, {kept.count([])} of {len(kept)} prompts gave none")
     print(summary(samples, n))
 
 

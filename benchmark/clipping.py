@@ -1,0 +1,144 @@
+"""Which tokens lose their gradient to a clip, and what comes of keeping it: cispo.py as it is and with DAPO's clip,
+at sixteen optimizer steps of each rollout, as in MiniMax-M1 and DAPO, on the embedded task.
+
+    python benchmark/clipping.py [SEED ...]        (default: 1 2 3; five minutes on one core)
+
+Every run is a process of its own with one thread. Counted are tokens with an advantage, once for every optimizer step
+that they are in: how many the clip of each range leaves without gradient (CISPO: would leave), by the probability that
+they were sampled with, and which ones. Counts and tables go to benchmark/results/clipping.json and clipping.md; a run
+that is in the former is not made again.
+"""
+
+import collections
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmark" / "results"
+FLAGS = {"minibatch_size": 8, "num_steps": 12, "eval_every": 4, "eval_prompts": 128}
+RANGES = {"GRPO's clip, 0.2": (0.2, 0.2), "DAPO's clip, 0.2 and 0.28": (0.2, 0.28)}
+OBJECTIVES = ["DAPO's clip, 0.2 and 0.28", "CISPO"]
+BINS = (0.0, 0.01, 0.1, 0.5, 0.9, 1.01)  # of the probability at which a token was sampled
+
+
+def run(objective, seed, folder):
+    """Train with this objective; return accuracies, and counts {kind: [tokens, lost to each range below and above]}."""
+    import torch
+
+    sys.path.insert(0, str(ROOT))
+    import details
+
+    import cispo
+
+    microbatches, policy_loss, part = cispo.microbatches, cispo.policy_loss, {}
+    counts, tokenizer = collections.defaultdict(lambda: [0] * 5), cispo.load_tokenizer(cispo.MODEL)
+
+    def remembered(*args):
+        for microbatch in microbatches(*args):
+            part.update(microbatch)
+            yield microbatch
+
+    def loss(logprobs, old_logprobs, advantages, completion_mask, *rest):
+        mask = (completion_mask == 1) & (advantages != 0).unsqueeze(1)
+        ratio, sign = (
+            (logprobs - old_logprobs).exp().detach()[mask],
+            advantages.sign().unsqueeze(1).expand_as(mask)[mask],
+        )
+        lost = [place for low, high in RANGES.values() for place in lost_to(ratio, sign, low, high)]
+        columns = torch.stack([torch.ones_like(lost[0]), *lost]).long()  # (5, tokens)
+        bins = torch.bucketize(old_logprobs.detach()[mask].exp(), torch.tensor(BINS[1:-1]), right=True)
+        for kind, keys in (("bin", bins), ("token", part["completion_ids"][mask])):
+            for key in keys.unique().tolist():
+                found = columns[:, keys == key].sum(1).tolist()
+                name = f"{kind} {key if kind == 'bin' else tokenizer.convert_ids_to_tokens(key)}"
+                counts[name] = [a + b for a, b in zip(counts[name], found)]
+        total, metrics = policy_loss(logprobs, old_logprobs, advantages, completion_mask, *rest)
+        if objective in RANGES:
+            mask, log_ratio = completion_mask.bool(), torch.where(completion_mask.bool(), logprobs - old_logprobs, 0.0)
+            low, high = RANGES[objective]
+            ratio, advantages = log_ratio.exp(), advantages.unsqueeze(1)
+            surrogate = torch.min(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
+            total = -torch.where(mask, surrogate, 0.0).sum()  # the sampler's weight is 1 on a CPU
+        return total, metrics
+
+    cispo.microbatches, cispo.policy_loss = remembered, loss
+    cispo.main(cispo.Args(seed=seed, run_dir=f"{folder}/run", **FLAGS))
+    lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
+    evaluations = [line for line in lines if "eval/accuracy" in line]
+    first = next((line["step"] for line in evaluations if line["eval/accuracy"] >= 0.9), None)
+    found = details.greedy(Path(folder, "run", "checkpoint"))  # on all 512 held-out prompts; the others on 128
+    found = {"accuracy": found["greedy accuracy"], "pass@1": lines[-1]["eval/pass@1"], "first at 0.9": first}
+    found |= {"lowest after": min(line["eval/accuracy"] for line in evaluations if line["step"] >= (first or 0))}
+    found |= {"entropy": statistics.mean(line["policy/entropy"] for line in lines[-5:])}
+    return found | {"largest ratio": max(line["policy/ratio_max"] for line in lines[1:]), "counts": counts}
+
+
+def lost_to(ratio, sign, low, high):
+    """Which tokens the clip of a range leaves without gradient: bad ones below it, good ones above."""
+    return (ratio < 1 - low) & (sign < 0), (ratio > 1 + high) & (sign > 0)
+
+
+def render(results):
+    """The page: what each objective learns, and whom the clips hit."""
+    text = f"`python benchmark/clipping.py`, one thread, {platform.machine()}.\n\n"
+    names = ["accuracy", "pass@1", "first at 0.9", "lowest after", "entropy", "largest ratio"]
+    text += f"| objective | seeds | accuracy, by seed | {' | '.join(names[1:])} |\n|{'---|' * (len(names) + 2)}\n"
+    for objective in OBJECTIVES:
+        runs = [found for key, found in sorted(results.items()) if key.startswith(f"{objective}, seed ")]
+        if runs:
+            cells = [" ".join(f"{found['accuracy']:.3f}" for found in runs)]
+            for name in names[1:]:
+                values = [found[name] for found in runs]
+                cells.append("-" if None in values else f"{statistics.mean(values):.3g}")
+            text += f"| {objective} | {len(runs)} | {' | '.join(cells)} |\n"
+    for objective in OBJECTIVES:
+        counts = collections.defaultdict(lambda: [0] * 5)
+        for key, found in results.items():
+            for name, numbers in found["counts"].items() if key.startswith(f"{objective}, seed ") else ():
+                counts[name] = [a + b for a, b in zip(counts[name], numbers)]
+        bins = {name: counts[name] for name in sorted(counts) if name.startswith("bin")}
+        total = [sum(column) for column in zip(*bins.values())] or [0]
+        if not total[0]:
+            continue
+        text += f"\nTokens without gradient, in percent of those in the row: training with {objective}.\n\n"
+        text += "| sampled with probability | share of tokens | 0.2 below | 0.2 above | 0.28 above |\n"
+        text += "|---|---|---|---|---|\n"
+        rows = [("all", total)]
+        rows += [(f"{BINS[int(name[4:])]:g} to {min(1, BINS[int(name[4:]) + 1]):g}", bins[name]) for name in bins]
+        tokens = sorted((name for name in counts if name.startswith("token")), key=lambda name: -counts[name][4])
+        rows += [(f"`{name[6:]}`", counts[name]) for name in tokens[:6]]
+        for name, (number, low, high, _, higher) in rows:
+            shares = [number / total[0], low / number, high / number, higher / number]
+            text += f"| {name} | {' | '.join(f'{100 * share:.2f}' for share in shares)} |\n"
+    return text
+
+
+def main(seeds):
+    path = RESULTS / "clipping.json"
+    results = json.loads(path.read_text()) if path.exists() else {}
+    for seed in seeds:
+        for objective in OBJECTIVES:
+            key = f"{objective}, seed {seed}"
+            if key in results:
+                continue
+            with tempfile.TemporaryDirectory() as folder:
+                environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
+                command = [sys.executable, __file__, "run", objective, str(seed), folder]
+                subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
+                results[key] = json.loads(Path(folder, "found.json").read_text())
+            path.write_text(json.dumps(results, indent=0) + "\n")
+            (RESULTS / "clipping.md").write_text(render(results), encoding="utf-8")
+            print(key, {name: value for name, value in results[key].items() if name != "counts"}, flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["run"]:
+        Path(sys.argv[4], "found.json").write_text(json.dumps(run(sys.argv[2], int(sys.argv[3]), sys.argv[4])))
+    else:
+        main([int(seed) for seed in sys.argv[1:]] or [1, 2, 3])

@@ -1,0 +1,46 @@
+"""The rewards of R1-Zero: a weighted sum of accuracy and format, both by rules, from a base model (here of grpo.py).
+
+DeepSeek-AI, "DeepSeek-R1: Incentivizing Reasoning Capability in LLMs via Reinforcement Learning" (2025), section 2.2.2
+https://arxiv.org/abs/2501.12948v1, which gives no weights.
+
+A completion has the format if it is one thought between <think> and </think>, and then something else. Both parts are
+printed beside the reward for every rollout and every greedy evaluation; eval/accuracy and pass@k count is_right alone.
+
+    python examples/format_reward.py
+    python examples/format_reward.py --model Qwen/Qwen2.5-0.5B --dataset openai/gsm8k:main --system-prompt \
+        "Think between <think> and </think>, and then put your final answer within \\boxed{}."
+"""
+
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tqdm import tqdm
+
+import grpo
+
+FORMAT = re.compile(r"\s*<think>(?:(?!</?think>).)+</think>(?:(?!</?think>).)*\S\s*", re.DOTALL)
+
+
+def has_format(completion):
+    """Is this one thought, between tags, and then an answer?"""
+    return FORMAT.fullmatch(completion) is not None
+
+
+def score_completions(completions, rows, accuracy_weight=0.8, format_weight=0.2):
+    """Rewards of completions; prints the means of both parts (of this process's share) and of their weighted sum."""
+    right = [grpo.is_right(completion, row["answer"]) for completion, row in zip(completions, rows)]
+    formatted = [has_format(completion) for completion in completions]
+    rewards = [accuracy_weight * one + format_weight * other for one, other in zip(right, formatted)]
+    accuracy, form, reward = (sum(values) / len(completions) for values in (right, formatted, rewards))
+    if grpo.is_rank_0():
+        tqdm.write(f"accuracy {accuracy:.3f}, format {form:.3f}, reward {reward:.3f} of {len(completions)} completions")
+    return rewards
+
+
+grpo.score_completions = score_completions
+
+if __name__ == "__main__":
+    grpo.main(grpo.parse_args())

@@ -1,0 +1,59 @@
+#!/bin/sh
+# Iterative GRPO: rounds of grpo.py, each from the last one's checkpoint, which so becomes the reference.
+#
+#     sh examples/iterative_grpo.sh [SEED]                  (default: 1)
+#     ROUNDS=1 STEPS=30 RUNS=runs/fixed__1 sh examples/iterative_grpo.sh 1        the same, the reference fixed
+#
+# Shao et al., "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models" (2024), algorithm 1,
+# https://arxiv.org/abs/2402.03300v3
+#
+# The KL penalty then holds the policy near what it was at the beginning of the round, not near the initial model. Each
+# round has a seed of its own, and so its own prompts. AdamW's moments and the warm-up begin anew with a round, where
+# the paper is silent. Not done: the paper also trains its reward model further in each iteration; here a rule rewards.
+#
+# Every setting is an environment variable; GRPO is for flags of grpo.py. On a real model:
+#
+#     MODEL=Qwen/Qwen2.5-0.5B-Instruct DATASET=openai/gsm8k:main STEPS=100 GRPO="--kl-coef 0.04" \
+#         sh examples/iterative_grpo.sh
+#
+# It stops at the first failure. Called again, it goes on from there: what is finished stays, in the folder RUNS.
+set -eu
+root=$(cd "$(dirname "$0")/.." && pwd)
+seed=${1:-1}
+: "${RUNS:=runs/iterative_grpo__$seed}" "${MODEL:=$root/models/tiny}" "${DATASET:=$root/data/addition}"
+: "${ROUNDS:=3}" "${STEPS:=10}" "${EVAL_PROMPTS:=128}" "${GRPO:=--kl-coef 2 --warmup-steps 2}"
+mkdir -p "$RUNS"
+
+# run FOLDER SCRIPT FLAGS...: a run that was stopped goes on from its last save, and begins anew if it has none
+run() {
+    folder=$RUNS/$1 script=$root/$2
+    shift 2
+    [ ! -e "$folder/done" ] || return 0
+    echo "$folder"
+    if ls "$folder"/state/[0-9]* > /dev/null 2>&1; then
+        python "$script" --resume "$folder" >> "$RUNS/log.txt"
+    else
+        rm -rf "$folder"
+        python "$script" "$@" --run-dir "$folder" >> "$RUNS/log.txt"
+    fi
+    touch "$folder/done"
+}
+
+newest=$MODEL round=0
+while [ "$round" -lt "$ROUNDS" ]; do
+    round=$((round + 1))
+    run "round_$round" grpo.py --model "$newest" --dataset "$DATASET" --num-steps "$STEPS" --eval-every "$STEPS" \
+        --eval-prompts "$EVAL_PROMPTS" --seed "$((seed * 100 + round))" $GRPO
+    newest=$RUNS/round_$round/checkpoint
+done
+
+show() { # show LABEL METRICS: a row of the table
+    found=$(echo "$2" | sed 's/.*"eval\/accuracy": \([^,]*\), "eval\/pass@1": \([^,]*\),.*/\1 \2/')
+    LC_ALL=C printf '%5s   %.3f   %.3f\n' "$1" $found
+}
+
+echo " step  greedy  pass@1"
+show 0 "$(head -n 1 "$RUNS/round_1/metrics.jsonl")"
+for round in $(seq "$ROUNDS"); do
+    show "$((round * STEPS))" "$(tail -n 1 "$RUNS/round_$round/metrics.jsonl")"
+done

@@ -1,0 +1,76 @@
+#!/bin/sh
+# Online DPO: sample, pair what is right with what is wrong by the rule, train on the pairs, and again.
+#
+#     sh examples/online_dpo.sh [SEED]        (default: 1)
+#
+# Pang et al., "Iterative Reasoning Preference Optimization" (2024), https://arxiv.org/abs/2404.19733v1
+# Guo et al., "Direct Language Model Alignment from Online AI Feedback" (2024), https://arxiv.org/abs/2402.04792v1
+#
+# A round: SAMPLES completions of each of the first PROMPTS training prompts by the newest model; of a prompt at most
+# PER_PROMPT pairs of a right completion and a wrong one; EPOCHS passes of dpo.py over them. Its reference is the model
+# that sampled, and so is replaced in each round, as with Pang et al. Not done: their likelihood term beside the loss;
+# new pairs at every optimizer step and a model that judges, as with Guo et al.
+#
+# Every setting is an environment variable. On a real model:
+#
+#     MODEL=Qwen/Qwen2.5-0.5B-Instruct DATASET=openai/gsm8k:main DPO="--learning-rate 1e-6 --warmup-steps 10" \
+#         sh examples/online_dpo.sh
+#
+# It stops at the first failure. Called again, it goes on from there: what is finished stays, in the folder RUNS.
+set -eu
+root=$(cd "$(dirname "$0")/.." && pwd)
+seed=${1:-1}
+: "${RUNS:=runs/online_dpo__$seed}" "${MODEL:=$root/models/tiny}" "${DATASET:=$root/data/addition}"
+: "${ROUNDS:=2}" "${PROMPTS:=640}" "${SAMPLES:=4}" "${PER_PROMPT:=2}" "${EPOCHS:=1}"
+: "${EVAL_PROMPTS:=256}" "${MINIBATCH:=32}" "${DPO:=--learning-rate 3e-4 --warmup-steps 4}" "${SAMPLE:=}"
+mkdir -p "$RUNS"
+
+# run FOLDER SCRIPT FLAGS...: a run that was stopped goes on from its last save, and begins anew if it has none
+run() {
+    folder=$RUNS/$1 script=$root/$2
+    shift 2
+    [ ! -e "$folder/done" ] || return 0
+    echo "$folder"
+    if ls "$folder"/state/[0-9]* > /dev/null 2>&1; then
+        python "$script" --resume "$folder" >> "$RUNS/log.txt"
+    else
+        rm -rf "$folder"
+        python "$script" "$@" --run-dir "$folder" >> "$RUNS/log.txt"
+    fi
+    touch "$folder/done"
+}
+
+evaluate() { # evaluate ROUND MODEL: greedy accuracy and pass@1
+    run "eval_$1" grpo.py --model "$2" --dataset "$DATASET" --eval-prompts "$EVAL_PROMPTS" $SAMPLE \
+        --num-steps 0 --kl-coef 0 --seed "$seed"
+}
+
+evaluate 0 "$MODEL"
+newest=$MODEL round=0
+while [ "$round" -lt "$ROUNDS" ]; do
+    round=$((round + 1))
+    pairs=$RUNS/pairs_$round.jsonl
+    if [ ! -e "$pairs" ]; then
+        echo "$pairs"
+        python "$root/tools/sample.py" --model "$newest" --dataset "$DATASET" --split train --num-prompts "$PROMPTS" \
+            --num-samples "$SAMPLES" --eval-prompts "$EVAL_PROMPTS" --seed "$((seed * 100 + round))" \
+            --keep pairs --per-prompt "$PER_PROMPT" $SAMPLE --out "$pairs" >> "$RUNS/log.txt"
+    fi
+    steps=$((($(wc -l < "$pairs") * EPOCHS + MINIBATCH - 1) / MINIBATCH))
+    run "dpo_$round" dpo.py --model "$newest" --dataset "$pairs" --num-steps "$steps" --minibatch-size "$MINIBATCH" \
+        --eval-prompts 0 --seed "$seed" $DPO
+    newest=$RUNS/dpo_$round/checkpoint
+    evaluate "$round" "$newest"
+done
+
+show() { # show LABEL METRICS: a row of the table
+    found=$(echo "$2" | sed 's/.*"eval\/accuracy": \([^,]*\), "eval\/pass@1": \([^,]*\),.*/\1 \2/')
+    LC_ALL=C printf '%5s   %.3f   %.3f\n' "$1" $found
+}
+
+echo "round  sampled  pairs  greedy  pass@1"
+for round in $(seq 0 "$ROUNDS"); do
+    kept=$(cat "$RUNS/pairs_$round.jsonl" 2> /dev/null | wc -l)
+    label=$(printf '%5d  %7d  %5d' "$round" "$((round * PROMPTS * SAMPLES))" "$kept")
+    show "$label" "$(cat "$RUNS/eval_$round/metrics.jsonl")"
+done

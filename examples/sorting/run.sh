@@ -1,0 +1,32 @@
+#!/bin/sh
+# Sorting with four rewards: data, a base model by sft.py, grpo.py with each reward, the picture and what was sampled.
+#
+#     sh examples/sorting/run.sh                                   (SEEDS=1 for one seed instead of three)
+#
+# What is finished is skipped and what was saved goes on, so that the same command takes up a run that was stopped.
+set -eu
+cd "$(dirname "$0")/../.."
+folder=${FOLDER:-runs/sorting} seeds=${SEEDS:-1 2 3} rewards=${REWARDS:-exact position inclusion repaired}
+base_steps=${BASE_STEPS:-300} steps=${STEPS:-24} flags=${FLAGS:---eval-every 8 --eval-prompts 256}
+export OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1
+
+train() { # RUN STEPS COMMAND SETTINGS
+    if [ -d "$1/state/$(printf %08d "$2")" ]; then return; fi
+    if ls "$1"/state/0* > /dev/null 2>&1; then
+        $3 --resume "$1" --num-steps "$2"
+    else
+        rm -rf "$1"
+        $3 --run-dir "$1" --num-steps "$2" $4
+    fi
+}
+
+python examples/sorting/make.py "$folder/data"
+train "$folder/base" "$base_steps" "python sft.py" \
+    "--model models/tiny --dataset $folder/data/sft.jsonl --warmup-steps 30"
+for seed in $seeds; do
+    for reward in $rewards; do
+        train "$folder/${reward}__$seed" "$steps" "python examples/sorting/rewards.py $reward" \
+            "--model $folder/base/checkpoint --dataset $folder/data --seed $seed $flags"
+    done
+done
+python examples/sorting/show.py "$folder"

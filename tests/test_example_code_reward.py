@@ -1,0 +1,427 @@
+"""examples/code_reward.py: right programs pass, and what attacks the box, the reward or the machine does not."""
+
+import importlib.util
+import json
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+import grpo
+
+ROOT = Path(__file__).resolve().parents[1]
+SPEC = importlib.util.spec_from_file_location("code_reward", ROOT / "examples" / "code_reward.py")
+code_reward = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(code_reward)
+try:
+    code_reward.run("", ["0"])
+    no_box = ""
+except SystemExit as error:
+    no_box = str(error)
+boxed = pytest.mark.skipif(bool(no_box), reason=no_box)
+
+ADD = "def add(a, b):\n    return a + b\n"
+TESTS = json.dumps([["add(2, 3)", 5], ["add([1], [2])", [1, 2]], ["add('a', 'b')", "ab"]])
+SECRET = "".join(map(chr, (115, 51, 99, 114, 51, 116)))
+
+
+def completion(program):
+    return f"<think>easy</think>\nHere it is:\n```python\n{program}\n```\nDone."
+
+
+def processes():
+    """The numbers of those that run the box, or wait for it."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            found += [folder.name] * (code_reward.CHILD[-1].encode() in (folder / "cmdline").read_bytes())
+        except OSError:
+            continue
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    """Of no test there may be a process left; one that was killed may take a moment to be gone."""
+    yield
+    for _ in range(60):
+        if not processes():
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"processes are left: {processes()}")
+
+
+# ---- the reward
+
+
+@boxed
+@pytest.mark.parametrize(
+    "text, reward",
+    [
+        (completion(ADD), 1),
+        (completion(ADD + "import heapq, itertools, math, re, collections, ssl, sqlite3, random\nrandom.random()"), 1),
+        (completion(ADD + "print('x' * 10**8)\nopen('notes', 'w').write('mine')"), 1),
+        (completion(ADD + "if __name__ == '__main__':\n    raise SystemExit(input())"), 1),
+        (completion("def add(a, b):\n    return b + a"), 0),
+        (completion("def add(a, b):\n    return a + b if a == 2 else None"), 0),
+        (completion("def add(a, b:"), 0),
+        (completion("raise ValueError"), 0),
+        (completion("def add(a, b):\n    return str(a + b)"), 0),
+        (completion("def add(a, b):\n    return a + b + 0.0 if a == 2 else a + b"), 0),
+        (completion(ADD) + completion("wrong = True"), 0),
+        (completion("wrong = True") + completion(ADD), 1),
+        ("def add(a, b):\n    return a + b", 0),
+        ("```python\n" + ADD, 0),
+        ("", 0),
+    ],
+)
+def test_the_last_program_must_pass_every_test(text, reward):
+    assert code_reward.reward_fn(text, TESTS) == reward
+
+
+@boxed
+@pytest.mark.parametrize("value, other", [("5", "5.0"), ("1", "True"), ("'5'", "5"), ("[1]", "[True]"), ("None", "''")])
+def test_values_of_other_types_are_other_values(value, other):
+    tests = json.dumps([["f()", eval(value)]])
+    assert code_reward.reward_fn(completion(f"def f():\n    return {value}"), tests) == 1
+    assert code_reward.reward_fn(completion(f"def f():\n    return {other}"), tests) == 0
+
+
+@boxed
+def test_a_step_is_scored_at_once_in_order():
+    texts = [completion(f"def f():\n    return {number}") for number in range(12)]
+    rows = [{"answer": json.dumps([["f()", 3 * (number // 3)]])} for number in range(12)]
+    assert code_reward.score_completions(texts, rows) == [1.0, 0.0, 0.0] * 4
+
+
+# ---- attacks that are told what stops them: an expression, and what it gives, or the error it meets
+
+PRELUDE = """
+import ctypes, errno, gc, json, mmap, os, resource, socket, subprocess, sys, threading
+libc = ctypes.CDLL(None, use_errno=True)
+def met(attack, *args):
+    try:
+        return attack(*args)
+    except OSError as error:
+        return errno.errorcode[error.errno]
+    except BaseException as error:
+        return type(error).__name__
+def system(name, *args):
+    if getattr(libc, name)(*args) < 0:
+        raise OSError(ctypes.get_errno(), name)
+PACKAGES = [os.path.dirname(os.__file__) + "/site-packages", "/usr/lib/python3/dist-packages"]
+def write(path, size=0):
+    with open(path, "wb") as file:
+        file.write(b"x" * size)
+def read(path):
+    with open(path) as file:
+        return file.read()
+def go_down():
+    os.mkdir("deeper")
+    os.chdir("deeper")
+"""
+CASES = {
+    "fork": ("os.fork()", "EAGAIN"),
+    "thread": ("threading.Thread(target=print).start()", "RuntimeError"),
+    "subprocess": ("subprocess.run(['/bin/true'])", "EAGAIN"),
+    "exec": ("os.execv('/bin/sh', ['sh'])", "EPERM"),
+    "exec by the loader": ("os.execv('/lib64/ld-linux-x86-64.so.2', ['ld', 'x'])", "EPERM"),
+    "exec from memory": ("os.memfd_create('x')", "EPERM"),
+    "kill the parent": ("os.kill(os.getppid(), 9)", "EPERM"),
+    "kill everything": ("os.kill(-1, 9)", "EPERM"),
+    "kill by number": ("sorted({met(os.kill, pid, 9) for pid in range(2, 40_000)})", ["EPERM"]),
+    "see other processes": ("[os.getpid(), os.getppid(), met(os.listdir, '/proc')]", [1, 0, "ENOENT"]),
+    "ptrace": ("system('ptrace', 16, 1, 0, 0)", "EPERM"),
+    "memory of others": ("system('process_vm_readv', 2, None, 0, None, 0, 0)", "EPERM"),
+    "outlive the parent": ("system('prctl', 1, 0)", "EPERM"),
+    "a big array": ("len(bytearray(10**10))", "MemoryError"),
+    "a growing list": ("[bytes(10**6) for _ in iter(int, 1)]", "MemoryError"),
+    "a shared map": ("mmap.mmap(-1, 2**31)", "ENOMEM"),
+    "shared memory": ("system('shmget', 0, 2**20, 0o1600)", "EPERM"),
+    "message queues": ("system('msgget', 0, 0o1600)", "EPERM"),
+    "locked memory": ("system('mlockall', 1)", "EPERM|ENOMEM"),
+    "/dev/shm": ("write('/dev/shm/x')", "ENOENT"),
+    "a big file": ("write('big', 2**21)", "EFBIG"),
+    "a long hole": ("write('hole') or os.truncate('hole', 2**40)", "EFBIG"),
+    "many files": ("[write(f'file{number}') for number in range(257)]", "ENOSPC"),
+    "many megabytes": ("[write(f'file{number}', 10**6) for number in range(17)]", "ENOSPC"),
+    "deep folders": ("[go_down() for _ in range(257)]", "ENOSPC"),
+    "many descriptors": ("[os.dup(0) for _ in range(65)]", "EMFILE"),
+    "more processes allowed": ("resource.setrlimit(resource.RLIMIT_NPROC, (9, 9))", "ValueError"),
+    "the data": ("[met(os.stat, path) for path in PATHS]", ["ENOENT"] * 6),
+    "the data from below": ("os.listdir('../' * 9 + os.path.dirname(PATHS[0]))", "ENOENT"),
+    "the data by a link": ("os.symlink(PATHS[0], 'link') or read('link')", "ENOENT"),
+    "folders left open": ("{met(os.listdir, number) for number in range(64)} - {'ENOTDIR', 'EBADF'} or 'none'", "none"),
+    "the project": ("sys.path.append(os.path.dirname(PATHS[1])) or __import__('grpo')", "ModuleNotFoundError"),
+    "variables": ("dict(os.environ)", {}),
+    "variables of others": ("read('/proc/1/environ')", "ENOENT"),
+    "the interpreter": ("open(os.__file__, 'a')", "EROFS|EACCES"),
+    "the interpreter's modes": ("os.chmod(os.__file__, 0o777)", "EROFS"),
+    "packages": ("[name for path in PACKAGES if os.path.isdir(path) for name in os.listdir(path)]", []),
+    "an own package": ("write(os.path.dirname(os.__file__) + '/owned.py')", "EROFS"),
+    "libraries": ("write('/usr/lib/owned')", "EROFS"),
+    "devices": ("os.mknod('sda', 0o60666, os.makedev(8, 0))", "EPERM"),
+    "code of its own": ("write('x.so', 4096) or mmap.mmap(os.open('x.so', 0), 4096, mmap.MAP_PRIVATE, 5)", "EPERM"),
+    "a user namespace": ("system('unshare', 0x10000000)", "EPERM"),
+    "unmount": ("[met(system, 'umount2', path, 2) for path in (b'/', b'/usr/lib')]", ["EPERM"] * 2),
+    "mount": ("system('mount', b'x', b'/', b'tmpfs', 0, None)", "EPERM"),
+    "remount": ("system('mount', None, b'/usr/lib', None, 0x1020, None)", "EPERM"),
+    "chroot": ("os.mkdir('deep') or os.chroot('deep')", "EPERM"),
+    "another user": ("os.setresuid(1, 1, 1)", "EPERM|EINVAL"),
+    "groups": ("os.setgroups([0])", "EPERM"),
+    "capabilities": ("system('capset', b'\\x22\\x05\\x08\\x20' + bytes(4), b'\\xff' * 24)", "EPERM"),
+    "io_uring": ("system('syscall', 425, 1, bytes(120))", "EPERM"),
+    "the internet": ("socket.create_connection(('127.0.0.1', 22), 2)", "EPERM"),
+    "local sockets": ("socket.socket(socket.AF_UNIX)", "EPERM"),
+    "netlink": ("socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)", "EPERM"),
+    "a virtual machine's host": ("socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)", "EPERM"),
+    "stdin again": ("sys.stdin.read() + read(0) or 'nothing'", "nothing"),
+}
+# Each gives all that add is asked for, or would, were it not for what it does besides.
+HOSTILE = """
+# a loop that nothing ends
+while True:
+    try:
+        while True:
+            pass
+    except BaseException:
+        pass
+# signals ignored
+import signal
+for number in {*range(1, 32)} - {9, 19}:
+    signal.signal(number, signal.SIG_IGN)
+while True:
+    pass
+# a slow regex
+import re
+re.match("(a*)*b", "a" * 99)
+# a sleep in a session of its own
+import os, time
+os.setsid()
+time.sleep(1000)
+# prints without end
+while True:
+    print("x" * 10**6)
+# a flood of values
+import os
+for number in range(3, 64):
+    try:
+        for _ in range(100):
+            os.write(number, b"5" * 10**5)
+    except OSError:
+        pass
+# an end
+import os
+os._exit(0)
+# another end
+raise SystemExit(0)
+# a crash
+import ctypes
+ctypes.string_at(0)
+# no descriptors
+import os
+os.closerange(0, 64)
+# a value equal to all
+class Any(str):
+    __eq__ = __ne__ = lambda *_: True
+    __hash__ = None
+add = lambda *_: Any("5")
+# an object that prints as the value
+class Five:
+    __repr__ = __str__ = lambda _: "5"
+add = lambda *values: Five() if values[0] == 2 else values[0] + values[1]
+# a deep value
+deep = []
+for _ in range(10**6):
+    deep = [deep]
+add = lambda *_: deep
+# a value in itself
+own = []
+own.append(own)
+add = lambda *_: own
+# a huge number
+add = lambda *_: 10**60_000
+# a long value
+add = lambda *_: "(" * 10**7
+# a value that is no number
+add = lambda *_: float("nan")
+# a writer of its own
+import json
+json.dumps = lambda *_, **__: "[5, [1, 2]]"
+# endless recursion
+import sys
+sys.setrecursionlimit(10**9)
+add = lambda *values: add(*values)
+"""
+HOSTILE = {block.partition("\n")[0]: f"{ADD}# {block}" for block in HOSTILE.split("\n# ")[1:]}
+
+
+@pytest.fixture
+def paths(tmp_path):
+    """What is on the host, and readable for everyone: the data first."""
+    data = tmp_path / "tests.jsonl"
+    data.write_text(json.dumps({"prompt": "", "answer": TESTS}))
+    data.chmod(0o644)
+    yield [str(path) for path in (data, ROOT / "grpo.py", ROOT / "data", tmp_path, "/etc", "/usr/bin")]
+    assert data.read_text().endswith("}") and [path.name for path in tmp_path.iterdir()] == ["tests.jsonl"]
+    assert not Path(os.__file__).with_name("owned.py").exists() and not Path("/usr/lib/owned").exists()
+
+
+def allowed(value):
+    return value.split("|") if isinstance(value, str) else [value]
+
+
+@boxed
+@pytest.mark.parametrize("name", CASES)
+def test_an_attack_meets_what_stops_it(name, paths):
+    expression, value = CASES[name]
+    given = code_reward.run(f"{PRELUDE}PATHS = {paths}\n", [f"met(lambda: {expression})"])
+    assert json.loads(given)[0] in allowed(value)
+
+
+@boxed
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_program_earns_nothing_and_ends(name, monkeypatch, paths):  # noqa: ARG001
+    monkeypatch.setattr(code_reward, "SECONDS", 2)
+    assert code_reward.reward_fn(completion(HOSTILE[name]), TESTS) == 0
+
+
+@boxed
+def test_the_values_are_nowhere_in_the_process():
+    """The program knows what to look for only in pieces; a right answer needs the same pieces."""
+    search = f"""
+secret = lambda: "".join(map(chr, {list(map(ord, SECRET))}))
+def places():
+    for thing in gc.get_objects():
+        if type(thing) in (list, tuple):
+            yield repr(thing)
+    frame = sys._getframe()
+    while frame:
+        yield repr(frame.f_locals) + repr(frame.f_globals)
+        frame = frame.f_back
+"""
+    tests = [["any(secret() in place for place in places())", False], ["secret()", SECRET]]
+    assert code_reward.reward_fn(completion(PRELUDE + search), json.dumps(tests)) == 1
+
+
+@boxed
+def test_a_flood_of_values_is_cut_off():
+    assert len(code_reward.run(HOSTILE["a flood of values"], ["add(2, 3)"])) == 2**20
+    assert code_reward.run(HOSTILE["a long value"], ["add(2, 3)"])[:3] == b'["('
+
+
+@boxed
+def test_a_program_ends_if_the_run_is_killed():
+    """What is left then is for nothing_is_left to find."""
+    code = "import code_reward\ncode_reward.SECONDS = 2\ncode_reward.run('import time; time.sleep(99)', [])"
+    env = os.environ | {"PYTHONPATH": str(ROOT / "examples")}
+    with subprocess.Popen([sys.executable, "-c", code], env=env) as process:
+        while len(processes()) < 3:  # the clock, unshare and the program
+            time.sleep(0.1)
+        process.kill()
+
+
+@pytest.fixture
+def as_nobody():
+    """Run Python code that can import code_reward as an ordinary user, in a folder that user may read."""
+    user = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
+    check = ["-c", "import os, sys; assert sys.version_info >= (3, 11) and os.access(sys.executable, os.X_OK)"]
+    if os.getuid() != 0 or shutil.which("setpriv") is None:
+        pytest.skip("only root can become another user, with setpriv")
+    pythons = [path for path in (sys.executable, "/usr/bin/python3") if os.path.exists(path)]
+    usable = [path for path in pythons if subprocess.run([*user, path, *check], capture_output=True).returncode == 0]
+    if not usable:
+        pytest.skip("there is no Python 3.11 that an ordinary user can start")
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o755)
+        for path in (ROOT / "examples").glob("code_*.py"):
+            shutil.copy(path, folder)
+
+        def call(code, job=None):
+            env = {"PATH": os.environ["PATH"], "PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1"}
+            code = f"import json, sys, code_reward\njob = json.load(sys.stdin)\n{code}"
+            text, pipes = json.dumps(job), {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            return subprocess.run([*user, usable[0], "-c", code], input=text, env=env, cwd="/", **pipes)
+
+        yield call
+
+
+@boxed
+def test_an_ordinary_user_has_the_same_box(as_nobody, paths):
+    code = "print(json.dumps([json.loads(code_reward.run(job[0], [call]))[0] for call in job[1]]))"
+    calls = [f"met(lambda: {expression})" for expression, _ in CASES.values()]
+    done = as_nobody(code, [f"{PRELUDE}PATHS = {paths}\n", calls])
+    assert done.returncode == 0, done.stderr
+    given = dict(zip(CASES, json.loads(done.stdout)))
+    assert {name: value for name, value in given.items() if value not in allowed(CASES[name][1])} == {}
+
+
+# ---- where there is no box
+
+
+@pytest.mark.parametrize("reason", ["No such file or directory", "unshare failed: Operation not permitted"])
+def test_without_namespaces_it_is_refused_in_one_line(reason, tmp_path):
+    """Before anything is imported that takes time; the second is what an unshare says that may not."""
+    (tmp_path / "timeout").symlink_to(shutil.which("timeout"))
+    if reason.startswith("unshare"):
+        (tmp_path / "unshare").write_text(f"#!/bin/sh\necho 'unshare: {reason}' >&2\nexit 1\n")
+        (tmp_path / "unshare").chmod(0o755)
+    command = [sys.executable, "-X", "importtime", str(ROOT / "examples" / "code_reward.py"), "--num-steps", "1"]
+    done = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    said = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
+    assert done.returncode == 1 and done.stdout == "" and "torch" not in done.stderr
+    assert len(said) == 1 and reason in said[0] and "--unsafe" in said[0]
+
+
+def test_unsafe_leaves_limits_and_refused_calls(as_nobody):
+    """And it can read what its user can read: that is what unsafe means."""
+    data = Path(tempfile.mkdtemp(dir="/tmp"), "tests.jsonl")
+    data.parent.chmod(0o755)
+    data.write_text(TESTS)
+    kept = "fork", "thread", "exec", "kill everything", "ptrace", "a big array", "shared memory", "a big file"
+    kept = {
+        name: CASES[name] for name in (*kept, "more processes allowed", "variables", "the internet", "local sockets")
+    }
+    calls = [f"met(lambda: {expression})" for expression, _ in kept.values()] + [f"read({str(data)!r})"]
+    code = "code_reward.UNSAFE = True\nprint(code_reward.run(*job).decode())"
+    done = as_nobody(code, [PRELUDE + "os.chdir('/tmp')\n", calls])
+    shutil.rmtree(data.parent)
+    assert done.returncode == 0, done.stderr
+    *given, text = json.loads(done.stdout)
+    assert text == TESTS
+    assert all(value in allowed(case[1]) for value, case in zip(given, kept.values())), dict(zip(kept, given))
+
+
+# ---- the training
+
+
+@boxed
+def test_the_command_line_trains_on_the_reward(tmp_path, monkeypatch):
+    """The embedded model writes sums, no programs: its texts are replaced by programs, half of them right."""
+    answers = [json.dumps([["add(2, 3)", 5], ["add(1, 1)", number]]) for number in (2, 3, 2, 2)]
+    rows = [{"prompt": f"{number}+1=", "answer": answer} for number, answer in enumerate(answers, 1)]
+    (tmp_path / "tests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sample, programs = grpo.sample_completions, (completion(ADD), completion("add = max"))
+    for name in ("is_right", "reward_fn", "score_completions"):
+        monkeypatch.setattr(grpo, name, getattr(grpo, name))
+
+    def sample_completions(*args):
+        batch, texts = sample(*args)
+        return batch, [programs[number % 2] for number in range(len(texts))]
+
+    monkeypatch.setattr(grpo, "sample_completions", sample_completions)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    flags = "--num-steps 2 --prompts-per-step 3 --group-size 2 --minibatch-size 6 --max-completion-length 8"
+    flags += f" --eval-prompts 1 --dataset {tmp_path / 'tests.jsonl'} --run-dir {tmp_path / 'run'}"
+    monkeypatch.setattr(sys, "argv", ["code_reward.py", *flags.split()])
+    runpy.run_path(str(ROOT / "examples" / "code_reward.py"), run_name="__main__")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line.get("reward/mean") for line in lines] == [None, pytest.approx(1 / 3), pytest.approx(1 / 3)]
+    assert lines[0]["eval/accuracy"] == 1 and lines[0]["eval/pass@1"] == 0.5
+    assert lines[1]["rollout/live"] == pytest.approx(2 / 3) and lines[1]["optim/grad_norm"] > 0

@@ -1,0 +1,134 @@
+"""examples/judge.py: its verdicts against the model's own logits, both orders asked, and files that others take."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_models import FORMS, make_folder, make_tokenizer
+from tiny import load
+
+import dpo
+import reward_model
+
+ROOT = Path(dpo.HERE)
+JUDGE = ROOT / "examples" / "judge.py"
+WORDS = "red green blue one two three up down left right in out".split()
+PAIRS = [{"prompt": f"Say {a}.", "chosen": a, "rejected": b} for a, b in zip(WORDS, WORDS[5:] + WORDS[:5])]
+
+
+def read(path):
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+@pytest.fixture
+def judge(tmp_path, monkeypatch, capsys):
+    """Call the command on rows; return the rows it wrote and what it printed."""
+
+    def call(rows, *flags):
+        (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        out = tmp_path / "new" / f"{len([*tmp_path.glob('new/*')])}.jsonl"
+        line = ["judge.py", "--dataset", str(tmp_path / "pairs.jsonl"), "--out", str(out)]
+        monkeypatch.setattr(sys, "argv", [*line, *flags])
+        runpy.run_path(str(JUDGE), run_name="__main__")
+        written = out.read_bytes()
+        with pytest.raises(SystemExit, match=r"--out .*\.jsonl exists"):
+            runpy.run_path(str(JUDGE), run_name="__main__")
+        assert out.read_bytes() == written
+        return read(out), capsys.readouterr().out
+
+    return call
+
+
+@pytest.fixture(params=["chatml", "gemma"])
+def chat_model(request, tmp_path):
+    """A folder with a random model of that chat template, sharp enough to have opinions."""
+    folder = make_folder(tmp_path / "model", make_tokenizer(*FORMS[request.param]))
+    model, tokenizer = load(dpo, folder)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(8.0 if weight.ndim > 1 else 1.0)
+    model.save_pretrained(folder)
+    return folder, model, tokenizer
+
+
+def next_logprobs(model, ids):
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0].log_softmax(-1)
+
+
+def swapped(rows):
+    return [row | {"chosen": row["rejected"], "rejected": row["chosen"]} for row in rows]
+
+
+def test_by_logprob_the_likelier_completion_per_token_is_chosen(judge):
+    model, tokenizer = load(dpo, ROOT / "models" / "tiny")
+    rows = read(ROOT / "data" / "preferences" / "test.jsonl")[:24]
+    expected = []
+    for row in rows:
+        means = []
+        for text in (row["chosen"], row["rejected"]):
+            prompt = dpo.encode_prompt(tokenizer, row["prompt"], "")
+            ids = [*tokenizer(text)["input_ids"], dpo.find_turn_end(tokenizer)]
+            logprobs = next_logprobs(model, [*prompt, *ids])[len(prompt) - 1 : -1]
+            means.append(logprobs.gather(1, torch.tensor(ids).unsqueeze(1)).mean().item())
+        expected.append(means[0] > means[1])
+    written, told = judge(rows)
+    assert 0 < sum(expected) < len(rows)
+    assert [row["chosen"] == before["chosen"] for row, before in zip(written, rows)] == expected
+    kinds = [row["kind"] for row in rows]
+    assert f"{sum(expected) / 24:.3f} of 24  all\n" in told
+    for kind in {*kinds}:
+        own = [agrees for agrees, other in zip(expected, kinds) if other == kind]
+        assert f"{sum(own) / len(own):.3f} of {len(own)}  {kind}\n" in told
+
+
+def test_by_chat_both_orders_are_asked_and_their_probabilities_averaged(judge, chat_model):
+    folder, model, tokenizer = chat_model
+    letters = [tokenizer.convert_tokens_to_ids(letter) for letter in "AB"]
+    question = runpy.run_path(str(JUDGE))["QUESTION"]
+    chosen, says_a = [], []
+    for row in PAIRS:
+        texts, probabilities = [row["chosen"], row["rejected"]], []
+        for order in (texts, texts[::-1]):
+            chat = [{"role": "user", "content": question.format(f"user: {row['prompt']}", *order)}]
+            ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+            probabilities.append(next_logprobs(model, ids)[-1, letters].softmax(-1)[0].item())  # of A
+        chosen.append(texts[(probabilities[0] + 1 - probabilities[1]) / 2 < 0.5])
+        says_a.append([probability > 0.5 for probability in probabilities])
+    written, told = judge(PAIRS, "--by", "chat", "--model", folder)
+    assert [row["chosen"] for row in written] == chosen
+    assert 0 < sum(text == row["chosen"] for text, row in zip(chosen, PAIRS)) < len(PAIRS)
+    biased = sum(first == second for first, second in says_a)
+    said = f"position bias: {sum(map(sum, says_a)) / 24:.3f} of answers are A, {biased} pairs get one letter twice"
+    assert 0 < biased and said in told
+
+
+def test_the_order_of_a_pair_changes_no_verdict(judge, chat_model):
+    for by in ("chat", "logprob"):
+        flags = ("--by", by, "--model", chat_model[0])
+        assert judge(PAIRS, *flags)[0] == judge(swapped(PAIRS), *flags)[0]
+
+
+@pytest.mark.parametrize("by", ["logprob", "chat"])
+def test_dialogues_are_judged_and_dpo_and_reward_model_take_what_was_written(judge, tmp_path, by):
+    folder = make_folder(tmp_path / "model", make_tokenizer(*FORMS["llama 3"]))
+    said = [f"\n\nHuman: {row['prompt']}\n\nAssistant: " for row in PAIRS]
+    rows = [{key: start + row[key] for key in ("chosen", "rejected")} for start, row in zip(said, PAIRS)]
+    rows.append(rows[0] | {"rejected": rows[0]["chosen"]})
+    written, told = judge(rows, "--by", by, "--model", folder)
+    assert len(written) == len(PAIRS) and "1 dropped" in told
+    for row, before in zip(written, PAIRS):
+        assert row["prompt"] == [{"role": "user", "content": before["prompt"]}]
+        assert {row["chosen"], row["rejected"]} == {before["chosen"], before["rejected"]}
+    tokenizer = dpo.load_tokenizer(folder)
+    for script in (dpo, reward_model):
+        pairs, _, report = script.load_pairs(str(tmp_path / "new" / "0.jsonl"), tokenizer, "", 64, 32, 0, 1)
+        assert len(pairs) == len(PAIRS) and "dropped" not in report
+
+
+def test_a_judge_that_cannot_say_a_or_b_is_told_so(judge):
+    with pytest.raises(SystemExit, match="12 dropped: .*the same to the tokenizer, as may be A and B"):
+        judge(PAIRS, "--by", "chat")

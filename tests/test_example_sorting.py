@@ -1,0 +1,104 @@
+"""examples/sorting: its data, what each reward pays for, and run.sh cut short, stopped and taken up again."""
+
+import importlib.util
+import itertools
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import sft
+
+ROOT = Path(__file__).resolve().parents[1]
+FLAGS = "--eval-prompts 6 --prompts-per-step 4 --group-size 4 --minibatch-size 8 --max-completion-length 14"
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(f"sorting_{name}", ROOT / "examples" / "sorting" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+rewards = load("rewards")
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_data_are_the_same_bytes_and_half_of_them_sorted(tmp_path):
+    make = load("make")
+    make.main(tmp_path / "one")
+    make.main(tmp_path / "two")
+    seen = []
+    for name, count in make.FILES.items():
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+        rows = read(tmp_path / "one" / name)
+        digits = [row["prompt"].rstrip("=").split() for row in rows]
+        right = [row.get("answer", row.get("completion")) == " ".join(sorted(d)) for row, d in zip(rows, digits)]
+        assert len(rows) == count and {len(d) for d in digits} == {4, 5, 6}
+        assert all(right) if name != "sft.jsonl" else 0.5 < sum(right) / count < 0.6  # equal ones may change places
+        seen += [row["prompt"] for row in rows]
+    assert len(set(seen)) == len(seen)
+
+
+@pytest.mark.parametrize("answer", ["0 1 2", "0 0 1", "1 1 1", "0 1 1 2"])
+def test_only_the_repaired_reward_and_exact_match_have_the_sorted_list_alone_at_the_top(answer):
+    words, longest = ["0", "1", "2", "x"], len(answer.split()) + 1
+    texts = [" ".join(text) for n in range(longest + 1) for text in itertools.product(words, repeat=n)]
+    assert len(texts) == len(set(texts)) and answer in texts
+    for name, reward in rewards.REWARDS.items():
+        assert reward(answer, answer) == 1
+        hacked = [text for text in texts if text != answer and reward(text, answer) >= 1]
+        assert bool(hacked) == (name in ("position", "inclusion")), (name, hacked[:5])
+    # Credit is partial: a swap costs less than a wrong number more.
+    assert 0 == rewards.repaired("x x x", "0 1 2") < rewards.repaired("0 1", "0 1 2") < 1
+
+
+def test_what_the_rewards_pay_by_hand():
+    assert rewards.position("1 2 5 5 5 5", "1 2 5") == 1 and rewards.position("2 5", "1 2 5") == 0
+    assert rewards.inclusion("1 2 5 5 5 5", "1 2 5") == (3 + 5) / 5
+    assert rewards.repaired("1 2 5 5 5 5", "1 2 5") == (3 + 5) / 11
+    assert rewards.repaired("1 5 2", "1 2 5") == (3 + 1) / 5
+    assert rewards.repaired("1 2 x 5", "1 2 5") == (3 + 1) / 7  # neither neighbour of x is in order
+
+
+def test_the_shell_script_trains_goes_on_and_shows(tmp_path):
+    base = tmp_path / "base"
+    (base / "state" / "00000300").mkdir(parents=True)  # it is finished, which is why it is not made
+    shutil.copytree(ROOT / "models" / "tiny", base / "checkpoint")
+    env = os.environ | {"FOLDER": str(tmp_path), "SEEDS": "3", "REWARDS": "inclusion", "FLAGS": FLAGS}
+
+    def run(**changes):
+        command = ["sh", str(ROOT / "examples" / "sorting" / "run.sh")]
+        done = subprocess.run(command, cwd=tmp_path, env=env | changes, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        return done.stdout
+
+    run(STEPS="1")
+    folder = tmp_path / "inclusion__3"
+    first = read(folder / "metrics.jsonl")
+    told = run(STEPS="2")  # the run of one step goes on to two
+    lines = read(folder / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [0, 1, 2] and lines[:2] == first
+    samples = [row for row in read(folder / "eval_samples.jsonl") if row["step"] == 2]
+    right = [rewards.exact(row["completion"], row["answer"]) for row in samples]
+    assert len(samples) == 6 and lines[2]["eval/accuracy"] == sum(right) / 6
+    for row in samples:
+        assert row["reward"] == pytest.approx(rewards.inclusion(row["completion"], row["answer"]))
+    args = json.loads((folder / "args.json").read_text())
+    assert args["seed"] == 3 and args["model"] == str(base / "checkpoint")
+    assert args["run"]["command"].endswith("rewards.py inclusion")
+    assert (tmp_path / "sorting.png").is_file() and not (base / "metrics.jsonl").exists()
+    assert "inclusion__3: " in told and "| inclusion | eval/accuracy | 1 | 2 |" in told
+
+
+def test_the_base_is_made_with_settings_that_sft_has():
+    line = re.search(r'"python sft.py" \\\n *"(.*)"', (ROOT / "examples" / "sorting" / "run.sh").read_text())[1]
+    flags = re.findall(r"--([a-z-]+)", line)
+    assert len(flags) == 3 and {flag.replace("-", "_") for flag in flags} <= vars(sft.Args()).keys()

@@ -1,0 +1,241 @@
+"""The recipes of examples/, cut short: their stages, and what failing, stopping and calling again does.
+
+The shells run as they are; what they call python for is done in this process, which spares a start for each stage.
+"""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import datasets
+import pytest
+
+import grpo
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.extend([str(ROOT / "tools"), str(ROOT / "examples")])
+
+SCORE = grpo.score_completions
+format_reward = importlib.import_module("format_reward")  # which assigns its own
+grpo.score_completions = SCORE
+
+SETTINGS = {"DATASET": "sums", "EVAL_PROMPTS": "4", "PROMPTS": "8", "SAMPLES": "4", "ROUNDS": "2", "STEPS": "2"}
+SETTINGS |= {"EPOCHS": "1", "SFT": "--warmup-steps 0", "DPO": "--warmup-steps 0"}
+SETTINGS |= {
+    "GRPO": "--prompts-per-step 2 --group-size 4 --minibatch-size 8 --warmup-steps 0 --kl-coef 0 --save-every 1"
+}
+
+# The stages of each, and the model that each begins from.
+BASE, MADE = grpo.MODEL, "runs/{}/checkpoint".format
+STAGES = {
+    "expert_iteration": {
+        **{"eval_0": BASE, "right_1.jsonl": BASE, "sft_1": BASE, "eval_1": MADE("sft_1")},
+        **{"right_2.jsonl": MADE("sft_1"), "sft_2": MADE("sft_1"), "eval_2": MADE("sft_2")},
+    },
+    "online_dpo": {
+        **{"eval_0": BASE, "pairs_1.jsonl": BASE, "dpo_1": BASE, "eval_1": MADE("dpo_1")},
+        **{"pairs_2.jsonl": MADE("dpo_1"), "dpo_2": MADE("dpo_1"), "eval_2": MADE("dpo_2")},
+    },
+    "iterative_grpo": {"round_1": BASE, "round_2": MADE("round_1")},
+    "r1_pipeline": {
+        **{"cold": BASE, "rl_1": MADE("cold"), "right.jsonl": MADE("rl_1"), "sft": BASE, "rl_2": MADE("sft")},
+    },
+}
+ASK = """#!/bin/sh
+printf '%s\\n' "$@" > ask.part
+mv ask.part ask
+until [ -e tell ]; do sleep 0.02; done
+read status < tell
+rm tell
+exit "$status"
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    Path("sums").mkdir()
+    for split, count in (("train", 16), ("test", 4)):
+        rows = (ROOT / f"data/addition/{split}.jsonl").read_text().splitlines(keepends=True)
+        Path(f"sums/{split}.jsonl").write_text("".join(rows[:count]))
+    Path("bin").mkdir()
+    Path("bin/python").write_text(ASK)
+    Path("bin/python").chmod(0o755)
+
+
+class Killed(BaseException):
+    """Ends a stage without tidying up, as kill -9 does."""
+
+
+def do(words, monkeypatch, killed):
+    """What python does with these words, as its exit status; the stages killed, {folder: step}, die in that step."""
+    name, dies_at = Path(words[0]).stem, killed.get(words[-1])
+    module = grpo if name == "format_reward" else importlib.import_module(name)
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "argv", words)
+        if name == "format_reward":
+            patched.setattr(grpo, "score_completions", format_reward.score_completions)
+        if dies_at:
+            pick, calls = module.pick_rows, []
+
+            def die(*given):
+                calls.append(given)
+                if len(calls) == dies_at:
+                    raise Killed
+                return pick(*given)
+
+            patched.setattr(module, "pick_rows", die)
+        try:
+            module.main(module.parse_args())
+        except SystemExit:
+            return 1
+        except Killed:
+            return 137
+    return 0
+
+
+def call(name, monkeypatch, killed=None, status=0, **settings):
+    """Run a shell with seed 3; return the lines that it prints and what it had python do."""
+    path = f"{Path('bin').resolve()}:{os.environ['PATH']}"
+    environment = {**os.environ, **SETTINGS, "RUNS": "runs", "PATH": path, **settings}
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    shell = subprocess.Popen(["sh", str(ROOT / "examples" / f"{name}.sh"), "3"], env=environment, **pipes)
+    asked = []
+    while shell.poll() is None:
+        if Path("ask").exists():
+            asked.append(Path("ask").read_text().splitlines())
+            Path("ask").unlink()
+            Path("tell.part").write_text(f"{do(asked[-1], monkeypatch, killed or {})}\n")
+            Path("tell.part").rename("tell")
+        time.sleep(0.02)
+    said = shell.stdout.read()
+    assert shell.returncode == status, said
+    return said.splitlines(), asked
+
+
+def flag(words, name):
+    return words[words.index(f"--{name}") + 1]
+
+
+def logged(stage):
+    lines = [json.loads(line) for line in Path("runs", stage, "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if not key.startswith("perf/")} for line in lines]
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_stages_go_on_from_each_other_and_a_second_call_only_prints_the_table(name, monkeypatch):
+    lines, asked = call(name, monkeypatch)
+    assert lines[: len(asked)] == [f"runs/{stage}" for stage in STAGES[name]]
+    assert [flag(words, "model") for words in asked] == [*STAGES[name].values()]
+    assert [words[-1] for words in asked] == [f"runs/{stage}" for stage in STAGES[name]]
+    sampled = [flag(words, "seed") for words in asked if name == "iterative_grpo" or "sample" in words[0]]
+    assert len({*sampled}) == len(sampled)  # with one seed a round would see what the last one saw
+    table = [line.split() for line in lines[len(asked) + 1 :]]
+    first = [stage for stage in STAGES[name] if stage.startswith(("eval", "round", "rl"))][0]
+    for row, line in ((table[0], logged(first)[0]), (table[-1], logged([*STAGES[name]][-1])[-1])):
+        assert row[-2:] == [f"{line[f'eval/{key}']:.3f}" for key in ("accuracy", "pass@1")]
+    assert call(name, monkeypatch) == (lines[len(asked) :], [])
+    if name == "r1_pipeline":
+        check_pipeline(asked)
+
+
+def check_pipeline(asked):
+    """Its rewards are of accuracy and format, what it keeps is right by the rule, and its cold start has thoughts."""
+    assert [Path(words[0]).name for words in asked if "rl_" in words[-1]] == ["format_reward.py"] * 2
+    cold, right, rows = (
+        [json.loads(line) for line in Path(path).read_text().splitlines()]
+        for path in ("runs/cold.jsonl", "runs/thoughts.jsonl", "sums/train.jsonl")
+    )
+    assert len(cold) == 256 and all(format_reward.has_format(row["completion"]) for row in cold)
+    answers = {row["prompt"]: row["answer"] for row in rows}
+    assert right and all(grpo.is_right(row["completion"], answers[row["prompt"]]) for row in right)
+    assert all(format_reward.has_format(row["completion"]) for row in right)
+
+
+def test_star_begins_each_round_from_the_first_model(monkeypatch):
+    for stage in ("eval_0", "sft_1", "eval_1"):
+        Path("runs", stage).mkdir(parents=True)
+        Path("runs", stage, "done").touch()
+    for number in (1, 2):
+        Path(f"runs/right_{number}.jsonl").write_text('{"prompt": "1+1=", "completion": "2"}\n')
+    lines, [words] = call("expert_iteration", monkeypatch, {"runs/sft_2": 1}, status=137, START="first")
+    assert lines == ["runs/sft_2"] and flag(words, "model") == BASE
+
+
+def test_a_failure_stops_the_recipe_and_mended_it_goes_on(monkeypatch):
+    lines, asked = call("online_dpo", monkeypatch, status=1, DPO="--beta nan")
+    assert lines == ["runs/eval_0", "runs/pairs_1.jsonl", "runs/dpo_1"] and len(asked) == 3
+    lines, asked = call("online_dpo", monkeypatch, ROUNDS="1")
+    assert lines[:2] == ["runs/dpo_1", "runs/eval_1"] and len(asked) == 2 and "--resume" not in asked[0]
+
+
+def test_killed_stages_go_on_from_their_last_save_or_begin_anew_and_end_the_same(monkeypatch):
+    whole, _ = call("iterative_grpo", monkeypatch)
+    expected = logged("round_1"), logged("round_2")
+    Path("runs").rename("whole")
+    lines, _ = call("iterative_grpo", monkeypatch, {"runs/round_1": 1}, status=137)  # nothing saved
+    assert lines == ["runs/round_1"]
+    lines, asked = call("iterative_grpo", monkeypatch, {"runs/round_1": 2}, status=137)
+    assert lines == ["runs/round_1"] and "--resume" not in asked[0] and len(logged("round_1")) == 2
+    lines, asked = call("iterative_grpo", monkeypatch, {"runs/round_2": 2}, status=137)
+    assert lines == ["runs/round_1", "runs/round_2"] and asked[0][1:] == ["--resume", "runs/round_1"]
+    lines, asked = call("iterative_grpo", monkeypatch)
+    assert [words[1:] for words in asked] == [["--resume", "runs/round_2"]]
+    assert lines == ["runs/round_2", *whole[2:]] and (logged("round_1"), logged("round_2")) == expected
+
+
+def test_the_shells_run_their_stages_alike_and_are_short():
+    texts = [(ROOT / "examples" / f"{name}.sh").read_text() for name in STAGES]
+    for name in ("run", "show"):
+        assert len({text[text.index(f"\n{name}() {{") :].partition("\n}\n")[0] for text in texts}) == 1
+    assert all(text.count("\n") <= 80 and "set -eu\n" in text for text in texts)
+
+
+# ---- accuracy and format
+
+
+FORMS = {
+    "<think>1+1=2</think>\\boxed{2}": (True, True),
+    " <think>a < b\n</think>\n<answer>2</answer>\n": (True, True),
+    "\\boxed{2}": (True, False),
+    "<think>1+1=3</think>\\boxed{3}": (False, True),
+    "so <think>1+1=2</think>\\boxed{2}": (True, False),
+    "<think>1</think>\\boxed{2}<think>2</think>": (True, False),
+    "<think>1</think>": (False, False),
+    "<think></think>\\boxed{2}": (True, False),
+    "<think>1+1=2 \\boxed{2}": (False, False),
+}
+
+
+def test_the_reward_is_the_weighted_sum_of_accuracy_and_format(capsys):
+    rewards = format_reward.score_completions([*FORMS], [{"answer": "2"}] * len(FORMS))
+    assert rewards == pytest.approx([0.8 * right + 0.2 * form for right, form in FORMS.values()])
+    said = f"accuracy {6 / 9:.3f}, format {3 / 9:.3f}, reward {0.8 * 6 / 9 + 0.2 * 3 / 9:.3f} of 9 completions\n"
+    assert capsys.readouterr().out == said
+
+
+def test_its_runs_log_accuracy_by_the_rule_and_go_on(monkeypatch, capsys):
+    monkeypatch.setattr(grpo, "score_completions", format_reward.score_completions)
+    sizes = {"dataset": "sums", "prompts_per_step": 2, "group_size": 4, "minibatch_size": 8, "eval_prompts": 4}
+    grpo.main(grpo.Args(num_steps=1, run_dir="runs/a", **sizes))
+    grpo.main(grpo.Args(num_steps=2, resume="runs/a"))
+    assert "warning" not in capsys.readouterr().out
+    samples = [json.loads(line) for line in Path("runs/a/eval_samples.jsonl").read_text().splitlines()]
+    for line in logged("a")[::2]:
+        own = [sample for sample in samples if sample["step"] == line["step"]]
+        right = [grpo.is_right(sample["completion"], sample["answer"]) for sample in own]
+        form = [format_reward.has_format(sample["completion"]) for sample in own]
+        assert line["eval/accuracy"] == sum(right) / 4
+        assert line["eval/reward"] == pytest.approx((0.8 * sum(right) + 0.2 * sum(form)) / 4)
+
+
+def test_it_takes_the_flags_of_grpo_py():
+    command = [sys.executable, str(ROOT / "examples" / "format_reward.py"), "--dataset", "sums", "--num-steps", "0"]
+    done = subprocess.run([*command, "--eval-prompts", "4", "--run-dir", "runs/a"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "accuracy " in done.stdout and "of 4 completions\n" in done.stdout and len(logged("a")) == 1

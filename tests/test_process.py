@@ -1,0 +1,230 @@
+"""grpo_process.py: steps in the text and among the tokens, their advantages by hand, and what main makes of them."""
+
+import itertools
+import json
+
+import pytest
+import tokenizers
+import torch
+from test_copies import definitions
+from test_losses import gradient_of, random_inputs, tensor
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+import grpo
+import grpo_process
+
+THOUGHT = r"<think>59+4=63;63+94=156;157+97=254</think>\boxed{254}"
+SMALL = {"num_steps": 1, "prompts_per_step": 4, "group_size": 4, "minibatch_size": 8, "max_completion_length": 16}
+
+
+def advantages_of(steps, group_size, num_tokens):
+    return grpo_process.compute_advantages(steps, group_size, torch.ones(len(steps), num_tokens, dtype=torch.long))
+
+
+# ---- steps in the text
+
+
+@pytest.mark.parametrize(
+    "completion, steps",
+    [
+        (THOUGHT, [("<think>59+4=63;", 1.0), ("63+94=156;", 0.0), ("157+97=254", 1.0)]),
+        (r"\boxed{255}", []),
+        ("", []),
+        ("<think>59+4=63;63+9", [("<think>59+4=63;", 1.0)]),  # cut off
+        ("a1+1=3 or 1+1=2;", [("a1+1=3", 0.0), (" or 1+1=2;", 1.0)]),
+        ("1+=1;+2=2;1-1=0;", []),
+        ("7" * 5000 + "+1=2;", [("7" * 5000 + "+1=2;", 0.0)]),  # more digits than int() takes
+    ],
+)
+def test_the_rule_finds_sums_and_checks_each(completion, steps):
+    ends = itertools.accumulate(len(text) for text, _ in steps)
+    assert grpo_process.step_rewards(completion, {}) == list(zip(ends, [reward for _, reward in steps]))
+
+
+# ---- steps among the tokens
+
+
+def byte_pair_tokenizer():
+    """Its tokens go on over the ends of sums, have two of them, or are a part of a character."""
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, special_tokens=["<|end|>"])
+    backend.train_from_iterator(["1+1=2;" * 9, "=63;63+", "=10;10+"], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
+
+
+def written_by(tokenizer, ids):
+    """What is written after each token, as bytes."""
+    of_character = {character: byte for byte, character in bytes_to_unicode().items()}
+    tokens = tokenizer.convert_ids_to_tokens(ids)
+    if tokenizer.vocab_size < 100:  # the embedded one, whose tokens are what they write
+        return list(itertools.accumulate(token.encode() for token in tokens))
+    return list(itertools.accumulate(bytes(of_character[character] for character in token) for token in tokens))
+
+
+@pytest.mark.parametrize(
+    "make_tokenizer, text",
+    [
+        (lambda: grpo.load_tokenizer(grpo.MODEL), THOUGHT),
+        (byte_pair_tokenizer, THOUGHT),
+        (byte_pair_tokenizer, "9+1=10;10+5=15;"),
+        (byte_pair_tokenizer, "1+1=2;" * 5),
+        (byte_pair_tokenizer, "naïve 12+30=42;€42+8=50; 🙂🙂7+7=14"),
+    ],
+)
+def test_a_step_ends_at_the_token_that_writes_its_last_character(make_tokenizer, text, monkeypatch):
+    """Wherever in the text it ends, against the bytes of single tokens; the final answer at the last token."""
+    tokenizer = make_tokenizer()
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    written, sampled = written_by(tokenizer, ids), [*ids, tokenizer.eos_token_id]
+    assert tokenizer.decode(sampled, skip_special_tokens=True) == text and written[-1] == text.encode()
+    ends = range(1, len(text) + 1)
+    monkeypatch.setattr(grpo_process, "step_rewards", lambda _text, row: [(end, row[end]) for end in ends])
+    expected = [
+        1 + next(i for i, so_far in enumerate(written) if so_far.startswith(text[:end].encode())) for end in ends
+    ]
+    rewards = [float(end) for end in range(len(text) + 1)]
+    found = grpo_process.find_steps(tokenizer, sampled, text, rewards, 0.5)
+    assert found == [*zip(expected, rewards[1:]), (len(sampled), 0.5)]
+
+
+def test_the_tokens_of_the_second_tokenizer_are_the_hard_cases():
+    tokenizer = byte_pair_tokenizer()
+    ids = tokenizer.encode("1+1=2;" * 5 + "63;63+€", add_special_tokens=False)
+    tokens = [tokenizer.decode([token]) for token in ids]
+    assert [token for token in tokens if token.count(";") > 1] and tokens.count("�") == 3
+    assert [token for token in tokens if ";" in token[:-1]]
+
+
+@pytest.mark.parametrize("step", [(0, 1.0), (-3, 1.0), (5, float("nan")), (5, float("inf")), (float("nan"), 1.0)])
+def test_a_step_without_place_or_reward_is_one_line(step, monkeypatch):
+    monkeypatch.setattr(grpo_process, "step_rewards", lambda *_: [(3, 1.0), step])
+    with pytest.raises(SystemExit, match=r"step_rewards: \(.*\) is no \(end, reward\), of the completion '1\+1=2;'"):
+        grpo_process.find_steps(byte_pair_tokenizer(), [5, 6], "1+1=2;", {}, 1.0)
+
+
+# ---- advantages
+
+
+def test_advantages_by_hand():
+    """Five steps: mean 3/5, variance (3 · 0.4² + 2 · 0.6²) / 4; then two with 2 and 4; a token may end two steps."""
+    steps = [[(2, 1.0), (3, 0.0), (5, 1.0)], [(1, 1.0), (1, 0.0)], [(4, 2.0)], [(3, 4.0)]]
+    right, wrong = (sign / (0.3**0.5 + 1e-4) for sign in (0.4, -0.6))
+    apart = 1 / (2**0.5 + 1e-4)
+    expected = [
+        [2 * right + wrong] * 2 + [right + wrong] + [right] * 2,
+        [right + wrong] + [0.0] * 4,
+        [-apart] * 4 + [0.0],
+        [apart] * 3 + [0.0] * 2,
+    ]
+    torch.testing.assert_close(advantages_of(steps, 2, 5), tensor(expected, torch.float32))
+
+
+def test_one_step_a_completion_is_the_advantage_of_grpo():
+    rewards = torch.randn(12, generator=torch.Generator().manual_seed(0))
+    steps = [[(5, reward)] for reward in rewards.tolist()]
+    expected = grpo.compute_advantages(rewards, 4).unsqueeze(1).expand(12, 5)
+    torch.testing.assert_close(advantages_of(steps, 4, 5), expected)
+
+
+@pytest.mark.parametrize("reward", [0.0, 0.1, 0.7, 1.0])
+def test_equal_step_rewards_have_advantage_exactly_0(reward):
+    steps = [[(1, reward), (3, reward)], [(4, reward)], [(2, reward)] * 3, [(4, reward)]] + [[(4, 0.0)], [(4, 1.0)]] * 2
+    assert (advantages_of(steps, 4, 4)[:4] == 0).all() and (advantages_of(steps, 4, 4)[4:] != 0).all()
+
+
+# ---- the loss
+
+
+def test_the_loss_is_that_of_grpo_whose_advantage_is_the_same_for_every_token():
+    inputs = random_inputs()
+    for ref_logprobs, kl_coef in ((None, 0.0), (inputs["old_logprobs"] - 0.3, 0.04)):
+        given = inputs | {"ref_logprobs": ref_logprobs, "clip_eps": 0.2, "kl_coef": kl_coef}
+        expanded = given | {"advantages": inputs["advantages"].unsqueeze(1).expand_as(inputs["logprobs"])}
+        results = [
+            gradient_of(lambda logprobs: script.policy_loss(**own | {"logprobs": logprobs}), inputs["logprobs"])  # noqa: B023
+            for script, own in ((grpo, given), (grpo_process, expanded))
+        ]
+        assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+        assert results[0][2] == results[1][2]
+
+
+def test_every_token_has_its_own_advantage():
+    """Ratios 1.5, 0.5, 1 with advantages 2, -1, 3: clipped, clipped, and all of it."""
+    logprobs = tensor([[-1.0, -2.0, -3.0, -4.0]])
+    inputs = {"old_logprobs": logprobs - tensor([[1.5, 0.5, 1.0, 9.0]]).log(), "ref_logprobs": None}
+    inputs |= {"advantages": tensor([[2.0, -1.0, 3.0, 5.0]]), "completion_mask": torch.tensor([[1, 1, 1, 0]])}
+    loss, gradient, metrics = gradient_of(
+        lambda logprobs: grpo_process.policy_loss(logprobs, **inputs, clip_eps=0.2, kl_coef=0.0), logprobs
+    )
+    assert loss.item() == pytest.approx((-2.4 + 0.8 - 3.0) / 3)
+    torch.testing.assert_close(gradient, tensor([[0.0, 0.0, -1.0, 0.0]]))
+    assert metrics["policy/clip_fraction_low"] == metrics["policy/clip_fraction_high"] == 1
+
+
+def test_gradients_are_accumulated_as_in_grpo():
+    """So that what is tested of its microbatches, ranks and adapters holds here."""
+    assert definitions("grpo_process")["accumulate_gradients"] == definitions("grpo")["accumulate_gradients"]
+
+
+# ---- a step of main
+
+
+def train(folder, monkeypatch, **settings):
+    """Run main; return its metrics, and what reached accumulate_gradients: batches and rows."""
+    seen, accumulate = [], grpo_process.accumulate_gradients
+
+    def recorded(policy, batch, rows, *rest):
+        seen.append((batch, rows.tolist()))
+        return accumulate(policy, batch, rows, *rest)
+
+    monkeypatch.setattr(grpo_process, "accumulate_gradients", recorded)
+    settings = SMALL | {"eval_prompts": 0, "run_dir": str(folder / "run")} | settings
+    grpo_process.main(grpo_process.Args(**settings))
+    return json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[1]), seen
+
+
+def test_main_gives_each_token_the_rewards_of_the_steps_to_come(tmp_path, monkeypatch):
+    """A step after every second character, right where that is a digit."""
+    calls, rollouts, rollout = [], [], grpo_process.rollout
+
+    def step_rewards(completion, row):
+        calls.append((completion, row["prompt"]))
+        return [(end, float(completion[end - 1].isdigit())) for end in range(2, len(completion) + 1, 2)]
+
+    def recorded(*args):
+        rollouts.append((args[2], *rollout(*args)))
+        return rollouts[-1][1:]
+
+    monkeypatch.setattr(grpo_process, "step_rewards", step_rewards)
+    monkeypatch.setattr(grpo_process, "rollout", recorded)
+    line, seen = train(tmp_path, monkeypatch, kl_coef=0.0)
+    (prompts, batch, texts), tokenizer = rollouts[0], grpo_process.load_tokenizer(grpo_process.MODEL)
+    assert calls == [(text, prompts[row // 4]["prompt"]) for row, text in enumerate(texts)]
+    ids, rewards = batch["completion_ids"].tolist(), batch["rewards"].tolist()
+    steps = [
+        grpo_process.find_steps(tokenizer, ids[row], texts[row], {"prompt": ""}, rewards[row]) for row in range(16)
+    ]
+    expected = grpo_process.compute_advantages(steps, 4, batch["completion_mask"])
+    assert torch.equal(seen[0][0]["advantages"], expected) and (expected != expected[:, :1]).any()
+    assert line["reward/mean"] == pytest.approx(sum(rewards) / 16)
+    assert line["rollout/live"] == 1 and sorted(row for _, rows in seen for row in rows) == list(range(16))
+
+
+def test_groups_of_equal_steps_cost_no_pass(tmp_path, monkeypatch):
+    """Here the first of four; the sums count, whatever the final answers are worth."""
+    prompts = []
+
+    def step_rewards(_completion, row):
+        prompts.append(row["prompt"])
+        return [(1, float(row["prompt"] != prompts[0]))]
+
+    monkeypatch.setattr(grpo_process, "step_rewards", step_rewards)
+    monkeypatch.setattr(grpo_process, "reward_fn", lambda *_: 0.0)
+    line, seen = train(tmp_path, monkeypatch, kl_coef=0.0)
+    assert sorted(row for _, rows in seen for row in rows) == list(range(4, 16))
+    assert line["rollout/live"] == 0.75 and line["reward/mean"] == 0
+    assert line["reward/zero_std_all_wrong"] == 1 and line["optim/grad_norm"] > 0

@@ -1,0 +1,270 @@
+"""grpo_tools.py: replies stand in the completion, outside its loss, and inside the context of what follows."""
+
+import itertools
+import json
+import math
+import re
+import warnings
+
+import pytest
+import torch
+from test_gradients import gradient_of
+from test_models import FORMS, TINY, make_folder, make_tokenizer
+from tiny import PAD_ID, build_model, call_accumulate_gradients, load, make_args, make_batch, pad_right, relative_error
+
+import grpo
+import grpo_tools
+
+SUM = "<think>12+34="
+
+
+def sample(texts_of_tool, monkeypatch, prompts=("12+34=",), num_samples=8, temperature=1.5, model=TINY, **settings):
+    """A batch of completions with these replies, its texts, and what the tool was asked."""
+    asked = []
+    monkeypatch.setattr(grpo_tools, "tool_fn", lambda text: asked.append(text) or texts_of_tool(text))
+    model, tokenizer = load(grpo_tools, model)
+    args = grpo_tools.Args(**{"max_completion_length": 24, "tool_tokens": 64, **settings})
+    rows = [{"prompt_ids": grpo_tools.encode_prompt(tokenizer, prompt, "")} for prompt in prompts]
+    torch.manual_seed(0)
+    stop_ids = grpo_tools.find_stop_ids(model, tokenizer)
+    batch, texts = grpo_tools.sample_completions(model, tokenizer, rows, num_samples, temperature, stop_ids, args)
+    batch["action_mask"] = batch["completion_mask"] * batch["sampler_logprobs"].isfinite()
+    return batch, texts, asked, model, tokenizer
+
+
+def spell(batch, tokenizer):
+    """The completions as texts, what was not drawn between guillemets, which no vocabulary here has."""
+    texts = []
+    for ids, mask, drawn in zip(batch["completion_ids"], batch["completion_mask"], batch["action_mask"]):
+        parts = itertools.groupby(zip(ids[mask == 1].tolist(), drawn.tolist()), lambda pair: pair[1])
+        parts = [(drawn, tokenizer.decode([i for i, _ in pairs])) for drawn, pairs in parts]
+        texts.append("".join(text if drawn else f"«{text}»" for drawn, text in parts))
+    return texts
+
+
+def agree(batch, model, temperature=1.5):
+    """Are the log-probabilities of what was drawn those of a forward pass over the whole completion?"""
+    inputs = [batch[key] for key in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")]
+    logprobs, _ = grpo_tools.token_logprobs(model, *inputs, temperature)
+    drawn = batch["action_mask"].bool()
+    return torch.allclose(logprobs[drawn], batch["sampler_logprobs"][drawn], atol=1e-4)
+
+
+# ---- the calculator
+
+
+@pytest.mark.parametrize(
+    "text, reply",
+    [
+        (SUM, "46"),
+        ("<think>12+34=46;46+8=", "54"),
+        ("12+34=", ""),
+        (SUM + "4", ""),
+        ("<think>1+2+3=", ""),
+        ("<think>1+" + "9" * 10 + "=", ""),
+        ("", ""),
+    ],
+)
+def test_the_calculator(text, reply):
+    assert grpo_tools.tool_fn(text) == reply
+
+
+@pytest.mark.parametrize("rollout_batch_size", [0, 5])
+def test_several_calls_a_completion_and_what_they_leave(rollout_batch_size, monkeypatch):
+    tool, prompts = grpo_tools.tool_fn, ["87+39+86+12=", "98+76=", "56+31+90+85="]
+    settings = {"rollout_batch_size": rollout_batch_size, "max_completion_length": 48}
+    batch, texts, asked, model, tokenizer = sample(tool, monkeypatch, prompts, **settings)
+    spelled = spell(batch, tokenizer)
+    assert max(text.count("«") for text in spelled) >= 3
+    for text in spelled:
+        for call in re.finditer("«([0-9]+)»", text):
+            before = text[: call.start()].replace("«", "").replace("»", "")
+            assert tool(before) == call[1]
+    assert [re.sub("[«»]|<.end.>", "", text) for text in spelled] == texts
+    assert agree(batch, model)
+    assert len(asked) == batch["action_mask"].sum()  # after each token that was drawn
+    assert not batch["truncated"].any()
+
+
+def test_what_a_tool_says_is_read_by_what_follows(monkeypatch):
+    """After a forced false result the rest of the sum goes on from it, mostly."""
+    batch, texts, *_ = sample(lambda text: "99" if text.endswith("12+34=") else "", monkeypatch, ["12+34+11="], 32, 0.5)
+    told = [text for text in texts if "12+34=99;" in text]
+    assert len(told) > 5 and sum("99+11=" in text for text in told) > len(told) / 2
+
+
+def test_what_is_drawn_where_a_reply_is_written_is_thrown_away(monkeypatch):
+    """Be it a stop token, whose own reply would be another turn."""
+    monkeypatch.setattr(grpo_tools, "tool_fn", lambda text: "46" if text.endswith(("=", "<|end|>")) else "")
+    tokenizer = grpo_tools.load_tokenizer(str(TINY))
+    equals, end, four, six = tokenizer.convert_tokens_to_ids(["=", "<|end|>", "4", "6"])
+    write = grpo_tools.make_writer(2, tokenizer, grpo_tools.Args(tool_tokens=64))
+    drawn = [([equals, four], [False, False]), ([end, end], [True, True]), ([end, end], [True, True])]
+    written = []
+    for tokens, ended in drawn:
+        draws = (torch.tensor([0, 1]), torch.tensor(tokens), torch.tensor([-0.5, -0.5]), torch.tensor(ended))
+        written.append([values.tolist() for values in write(*draws)])
+    assert written[0] == [[equals, four], [-0.5, -0.5], [False, False]]
+    assert written[1] == [[four, end], [-math.inf, -0.5], [False, False]]  # the second row's end is answered
+    assert written[2] == [[six, four], [-math.inf, -math.inf], [False, False]]
+
+
+# ---- dialogues, on a model with other stop ids
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_reply_to_a_stop_token_begins_another_turn(form, monkeypatch, tmp_path):
+    tokenizer = make_tokenizer(*FORMS[form])
+    end = FORMS[form][0][1]
+    folder = make_folder(tmp_path / "model", tokenizer, initializer_range=0.3)
+    turn = f"user: no{end}assistant: "
+    user = lambda text: turn if text.endswith(end) and text.count(end) == 1 else ""  # noqa: E731
+    settings = {"model": folder, "max_completion_length": 120, "tool_tokens": 120}
+    batch, _, _, model, tokenizer = sample(user, monkeypatch, ["1+1="], 32, 2.0, **settings)
+    spelled = spell(batch, tokenizer)
+    of_two_turns = [text for text in spelled if "«" in text]
+    assert len(of_two_turns) > 2
+    turns = []
+    for text in of_two_turns:
+        first, rest = text.split("«")
+        assert first.endswith(end) and first.count(end) == 1
+        said, _, second = rest.partition("»")
+        assert said == turn or (turn.startswith(said) and not second)  # cut at the limit
+        turns.append(second)
+    assert any(turns)
+    assert any(not cut for cut in batch["truncated"].tolist())
+    assert agree(batch, model, 2.0)
+
+
+# ---- bad tools
+
+
+def test_a_tool_that_fails_says_nothing_and_is_told_of(monkeypatch):
+    def fail(text):
+        raise ZeroDivisionError(f"of {len(text) > 0}")
+
+    with pytest.warns(UserWarning, match=r"tool_fn failed with ZeroDivisionError\('of True'\)"):
+        batch, texts, asked, *_ = sample(fail, monkeypatch)
+    assert (batch["action_mask"] == batch["completion_mask"]).all() and len(asked) > 8 and all(texts)
+
+
+@pytest.mark.parametrize("reply", [5, ["1"], b"1"])
+def test_a_reply_that_is_no_text_is_told_of(reply, monkeypatch):
+    with pytest.warns(UserWarning, match="tool_fn failed with"):
+        batch, *_ = sample(lambda _: reply, monkeypatch)
+    assert (batch["action_mask"] == batch["completion_mask"]).all()
+
+
+def test_endless_replies_are_cut(monkeypatch):
+    with warnings.catch_warnings(action="error"):
+        batch, _, asked, _, tokenizer = sample(lambda _: "1" * 10**7, monkeypatch, tool_tokens=5)
+    assert batch["completion_mask"].sum(1).tolist() == [24] * 8  # replies go on to the limit
+    assert batch["truncated"].all()
+    assert batch["action_mask"].tolist() == [([1] + [0] * 5) * 4] * 8
+    assert {text.count("«11111»") for text in spell(batch, tokenizer)} == {4}
+    assert max(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in asked) <= 5  # a window, no more
+
+
+def test_nothing_said_is_none_too(monkeypatch):
+    with warnings.catch_warnings(action="error"):
+        batch, *_ = sample(lambda _: None, monkeypatch)
+    assert (batch["action_mask"] == batch["completion_mask"]).all()
+
+
+# ---- the loss
+
+
+def test_without_replies_it_is_grpo_without_kl_bit_for_bit(monkeypatch, tmp_path):
+    monkeypatch.setattr(grpo_tools, "tool_fn", lambda _: "")
+    sizes = {"num_steps": 2, "prompts_per_step": 4, "group_size": 4, "minibatch_size": 8, "eval_prompts": 8}
+    lines = []
+    for script, more in ((grpo, {"kl_coef": 0.0}), (grpo_tools, {})):
+        script.main(script.Args(run_dir=str(tmp_path / script.__name__), **sizes, **more))
+        text = (tmp_path / script.__name__ / "metrics.jsonl").read_text()
+        lines.append([json.loads(line) for line in text.splitlines()])
+    kept = [
+        [{key: row[key] for key in row if key[:5] != "perf/" and "tool" not in key} for row in run] for run in lines
+    ]
+    assert kept[0] == kept[1] and lines[1][1]["rollout/tool_tokens"] == 0
+    states = [(tmp_path / name / "checkpoint" / "model.safetensors").read_bytes() for name in ("grpo", "grpo_tools")]
+    assert states[0] == states[1]
+
+
+def test_tokens_of_the_tool_have_no_part_in_loss_gradient_or_metrics():
+    model = build_model("llama")
+    policy, batch = grpo_tools.LogprobModel(model), make_batch(model)
+    mask, rows, args = batch["action_mask"], torch.arange(8), make_args(grpo_tools)
+    results = []
+    for garbage in (0.0, -torch.inf):
+        changed = torch.where(mask.bool(), batch["sampler_logprobs"], garbage)
+        given = batch | {"sampler_logprobs": changed}
+        totals = call_accumulate_gradients(grpo_tools, policy, given, rows, args)
+        results.append((totals, torch.cat([weight.grad.flatten() for weight in model.parameters()])))
+        model.zero_grad()
+    (totals, gradient), (other_totals, other_gradient) = results
+    assert torch.equal(gradient, other_gradient) and totals == other_totals
+    assert totals["num_tokens"] == mask.sum() < batch["completion_mask"].sum()
+    inputs = [batch[key] for key in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")]
+    logprobs, entropies = grpo_tools.token_logprobs(model, *inputs, args.temperature)
+    assert totals["policy/entropy"].item() == pytest.approx((entropies * mask).sum().item(), rel=1e-12)
+    names = ("old_logprobs", "advantages", "sampler_logprobs")
+    old, advantages, sampler = (batch[name] for name in names)
+    weight = (old - sampler).exp().clamp(max=args.sampler_weight_cap)
+    ratio = (logprobs - old).exp()
+    a = advantages.unsqueeze(1)
+    term = torch.min(ratio * a, ratio.clamp(1 - args.clip_eps, 1 + args.clip_eps) * a) * weight * mask
+    expected = gradient_of(model, -(term.sum(1) / mask.sum(1)).sum() / 8)
+    assert relative_error(gradient, expected) < 1e-9
+
+
+def test_expected_gradient_is_that_of_the_expected_reward():
+    """Over all completions of a tiny model whose token 2 is always followed by 3, which the tool says."""
+    model, prompt, length, temperature = build_model("llama", vocab_size=5), [4, 0, 2], 4, 0.7
+    said, stop = {2: 3}, 1
+
+    def complete(ids=(), drawn=()):
+        if ids and (len(ids) == length or (ids[-1] == stop and drawn[-1])):
+            yield list(ids), list(drawn)
+        elif ids and drawn[-1] and ids[-1] in said:
+            yield from complete((*ids, said[ids[-1]]), (*drawn, 0))
+        else:
+            for token in range(5):
+                yield from complete((*ids, token), (*drawn, 1))
+
+    completions, masks = zip(*complete())
+    prompts = grpo_tools.pad_left([prompt] * len(completions), PAD_ID, "cpu")
+    (ids, mask), (drawn, _) = pad_right(list(completions), length), pad_right(list(masks), length)
+    logprobs, _ = grpo_tools.token_logprobs(model, *prompts, ids, mask, temperature)
+    probabilities = (logprobs * drawn).sum(1).exp()
+    assert probabilities.sum().item() == pytest.approx(1, rel=1e-12)
+    rewards = torch.tensor([(sum(c) + len(c)) % 3 for c in completions]).double()
+    advantages = (rewards - (probabilities * rewards).sum()).detach() * probabilities.detach() * drawn.sum(1)
+
+    def error(mask):
+        loss, _ = grpo_tools.policy_loss(
+            logprobs, logprobs.detach(), advantages * mask.sum(1) / drawn.sum(1), mask, 0.2
+        )
+        return relative_error(-gradient_of(model, loss), gradient_of(model, (probabilities * rewards).sum()))
+
+    assert error(drawn) < 1e-9
+    assert error(mask) > 0.01  # with the tool's tokens trained, too
+
+
+def test_how_often_the_tool_was_used_by_hand(monkeypatch, tmp_path):
+    """Every completion is an answer of a digit that the tool gives, and an end."""
+    replies = {"\\boxed{": "7}"}
+    monkeypatch.setattr(grpo_tools, "tool_fn", replies.get)
+    monkeypatch.setattr(grpo_tools, "reward_fn", lambda completion, _: float(len(completion)))
+    batches, rollout = [], grpo_tools.rollout
+    monkeypatch.setattr(grpo_tools, "rollout", lambda *given: batches.append(rollout(*given)) or batches[-1])
+    run = tmp_path / "run"
+    sizes = {"num_steps": 1, "prompts_per_step": 4, "group_size": 4, "minibatch_size": 8, "eval_prompts": 4}
+    grpo_tools.main(grpo_tools.Args(run_dir=str(run), **sizes))
+    line = json.loads((run / "metrics.jsonl").read_text().splitlines()[1])
+    texts = next(texts for batch, texts in batches if "advantages" in batch)
+    calls = sum(text.startswith("\\boxed{7}") for text in texts)
+    assert 0 < calls < 16
+    assert line["rollout/tool_use"] == pytest.approx(calls / 16)
+    assert line["rollout/tool_tokens"] == pytest.approx(2 * calls / 16)
+    evaluated = [json.loads(row) for row in (run / "eval_samples.jsonl").read_text().splitlines()]
+    assert any("\\boxed{7}" in row["completion"] for row in evaluated)  # evaluations have the tool, too
