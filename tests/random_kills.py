@@ -21,7 +21,8 @@ from test_resume import assert_same_run, finish, start
 
 SIZES = "--num-steps 30 --eval-prompts 8 --eval-every 7 --save-every 2 --warmup-steps 2 --minibatch-size 8".split()
 GROUPS = "--prompts-per-step 4 --group-size 4 --max-completion-length 32".split()
-FLAGS = {"grpo": GROUPS, "dapo": GROUPS, "sft": [], "dpo": [], "ppo_rlhf": "--prompts-per-step 8".split()}
+FLAGS = dict.fromkeys(("grpo", "dapo", "cispo", "grpo_process", "grpo_tools"), GROUPS)
+FLAGS |= {"sft": [], "dpo": [], "ppo_rlhf": "--prompts-per-step 8".split()}
 
 
 def steps_of(run):
