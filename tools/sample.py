@@ -162,6 +162,8 @@ def main(given):
                 file.writelines(json.dumps(row) + "\n" for row in kept[-1])
     file.close()
     if not any(kept):
+        if out:
+            os.remove(file.name)
         raise SystemExit(f"--keep {given.keep}: no prompt gave any: {summary(samples, n)}")
     if out:
         os.rename(file.name, out)
