@@ -16,42 +16,32 @@ models/tiny was made.
 """
 
 import contextlib
-import fcntl
-import hashlib
-import inspect
 import json
 import math
 import os
 import re
-import resource
-import secrets
-import shlex
 import shutil
 import signal
 import sys
 import time
-import warnings
-from dataclasses import asdict, dataclass, field, fields, make_dataclass
-from datetime import timedelta
+import zlib
+from collections import Counter
+from dataclasses import asdict, dataclass, field, fields
+from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
-from typing import Annotated
 
-if __name__ == "__main__":  # until there is something to save, Ctrl-C just ends it
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-import tokenizers
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
 import tyro
 import wandb
-from datasets import disable_progress_bars, get_dataset_config_names, load_dataset, logging
-from jinja2 import TemplateError
+from datasets import load_dataset
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -66,12 +56,10 @@ class Args:
     """Supervised fine-tuning of a language model."""
 
     # model and data
-    model: str | None = None
+    model: str | None = by_model(None, None)
     """folder or hub name of a causal language model (default: the embedded one, from random weights)"""
     dataset: str | None = None
     """json, jsonl, csv, parquet file, folder, or hub name as in openai/gsm8k:main (default: data/addition/sft.jsonl)"""
-    min_reward: float | None = None
-    """rows whose column reward is lower, or empty, are dropped and counted (default: that column is not looked at)"""
     system_prompt: str = ""
     """system message put before every conversation that has none"""
     max_prompt_length: int | None = by_model(32, 1024)
@@ -89,7 +77,7 @@ class Args:
     minibatch_size: int | None = by_model(64, 64)
     """rows per optimizer step, over all ranks (embedded: 64; real: 64)"""
     microbatch_tokens: int | None = by_model(2048, 16384)
-    """most padded tokens per forward and backward pass; changes speed and memory only (embedded: 2048; real: 16384)"""
+    """most padded tokens per pass: changes speed and memory only (embedded: 2048; real: 16384)"""
     max_grad_norm: float = 1.0
     """gradients are scaled down to at most this norm"""
     weight_decay: float = 0.1
@@ -97,9 +85,9 @@ class Args:
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, about a third more time"""
     precision: str = "bfloat16" if torch.cuda.is_available() else "float32"
-    """bfloat16 or float32, of the transformer blocks; all else is float32 (on CUDA bfloat16 unless it is given)"""
+    """bfloat16 or float32, of the transformer blocks; all else is float32 (on CUDA: bfloat16)"""
     lora_rank: int = 0
-    """train adapters of this rank, at 3 to 10 times the learning rate, and freeze the model (0: train all of it)"""
+    """train adapters of this rank, at 3 to 10 times the learning rate (0: train the model itself)"""
 
     # evaluation, saving, logging
     eval_every: int | None = by_model(500, 100)
@@ -111,13 +99,39 @@ class Args:
     run_dir: str | None = None
     """new folder of this run (default: runs/SCRIPT__SEED__TIME)"""
     resume: str | None = None
-    """folder of the run to continue, with its own settings; only --num-steps may be given besides"""
+    """folder of the run to go on with; settings of speed, memory and schedule may be given anew"""
     seed: int = 1
     """of the random weights and of the order of rows"""
     track: bool = False
     """log to Weights & Biases as well (WANDB_MODE=offline works)"""
-    wandb_project: str = "rl-for-language-models"
-    """Weights & Biases project"""
+
+
+def make_embedded_model(seed, lora_rank=0):
+    """Return the architecture of models/tiny with random weights."""
+    torch.manual_seed(seed % 2**63)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(MODEL), dtype=torch.float32)
+    return add_adapters(model, lora_rank) if lora_rank else model
+
+
+def encode_conversation(tokenizer, messages, stop_ids):
+    """Return the ids of a conversation and which of them are trained: the assistant's turns, each up to its stop token.
+
+    The turns are found by rendering the conversation's beginnings, each of which must begin the next.
+    """
+    ids, trained = [], []
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = encode_prompt(tokenizer, messages[:i], "")
+        after = tokenizer.apply_chat_template(messages[: i + 1], return_dict=True)["input_ids"]
+        if before[: len(ids)] != ids or after[: len(before)] != before:
+            raise ValueError(f"the chat template changes what comes before message {i + 1}")
+        stop = next((k for k in range(len(before), len(after)) if after[k] in stop_ids), None)
+        if stop is None:
+            raise ValueError(f"the chat template writes no stop token after message {i + 1}")
+        trained += [len(before) <= k <= stop for k in range(len(ids), len(after))]
+        ids = after
+    return ids, trained
 
 
 def completion_loss(logprobs, loss_mask):
@@ -139,12 +153,11 @@ def microbatch_loss(policy, part):
 
 def accumulate_gradients(policy, batch, rows, divisor, args):
     """Add the gradients of completion_loss over these rows of every rank, divided by divisor; return summed metrics."""
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    totals = {}
+    totals = Counter()
     for part in microbatches(batch, rows, args.microbatch_tokens):
         loss, metrics = microbatch_loss(policy, part)
-        (loss * (world_size / divisor)).backward()  # times world_size: FSDP averages gradients over ranks
-        add_metrics(totals, metrics)
+        (loss / divisor).backward()
+        totals.update(metrics)
     return totals
 
 
@@ -152,22 +165,19 @@ def main(args):
     rank, world_size, device = init_ranks()
     args = resolve_args(args)
     check_args(args, world_size)
-    if args.model:
-        tokenizer = load_tokenizer(args.model)
-    else:
-        model, tokenizer = make_embedded_model(args.seed, args.lora_rank)
+    tokenizer = load_tokenizer(args.model or MODEL)
     pad_id = tokenizer.pad_token_id or 0  # any will do: padding is known by the mask
     train_rows, eval_rows, report = load_conversations(args, tokenizer)
-    if args.model:
+    if args.model is None:
+        model = make_embedded_model(args.seed, args.lora_rank)
+    else:
         model, _ = load_model(args.model, tokenizer, args.lora_rank)
     first_prompt_ids = train_rows[0]["ids"][: train_rows[0]["start"]]
     longest = max(row["start"] for row in train_rows + eval_rows)
-    check_model(model, first_prompt_ids, longest + args.max_completion_length, generates=False)
-    if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    policy = shard(LogprobModel(model).train(), device, args.precision)
+    check_model(model, first_prompt_ids, longest + args.max_completion_length)
+    policy = shard(LogprobModel(model), device, args.precision, args.gradient_checkpointing)
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.98), weight_decay=args.weight_decay)
-    last_step, progress = open_run(args, policy, optimizer, tokenizer, report)
+    last_step, progress = open_run(args, policy, optimizer, report)
     stop_signals = catch_signals()
 
     for step in range(last_step + 1, args.num_steps + 1):  # step 0 only evaluates
@@ -186,11 +196,12 @@ def main(args):
             factor = 0.5 * (1 + math.cos(math.pi * max(0.0, decay)))
             learning_rate = args.learning_rate * min(step / max(1, args.warmup_steps), factor)
             grad_norm = step_optimizer(policy, optimizer, learning_rate, args.max_grad_norm)
-            check_finite(step, grad_norm, args.run_dir)
 
-            # metrics of the step over all ranks
-            metrics = step_metrics(totals, divisor, start)
+            # metrics of the step over all ranks, means over the trained tokens
+            sums = all_reduce([float(total) for total in totals.values()])
+            metrics = {name: total / divisor for name, total in zip(totals, sums) if name != "num_tokens"}
             metrics |= {"optim/grad_norm": grad_norm, "optim/learning_rate": learning_rate}
+            metrics["perf/step_seconds"] = time.perf_counter() - start
 
         # evaluation, logs, saving
         if eval_rows and (step % args.eval_every == 0 or step == args.num_steps):
@@ -208,890 +219,377 @@ def main(args):
 
 # ---- below: plumbing, byte-identical in every script that has it, in the order in which main calls it
 
-HERE = Path(__file__).resolve().parent
-MODEL, DATASET = None, str(HERE / "data" / "addition" / "sft.jsonl")
-DEFAULTS = {field.name: tuple(field.metadata.values()) for field in fields(Args) if field.metadata}
-ADAPTERS = ("lora_a", "lora_b", "score.weight")  # what --lora-rank trains
-LORA_ALPHA = 32  # adapters count alpha / rank times, so that a rank needs no learning rate of its own
-
-
-def parse_args():
-    """Return Args from the command line, whose help has a section for each comment in Args and one default a flag."""
-    source, sections = inspect.getsource(Args), {}
-    for setting in fields(Args):
-        before, _, after = source.partition(f"\n    {setting.name}: ")
-        title = re.findall(r"\n    # (.*)", "\n    # settings" + before)[-1]
-        hint, words = {}, re.match(r'.*\n    """(.*)"""', after)
-        if words:
-            hint["help"] = words[1]
-        if setting.default is None:  # the words tell what it will be
-            kind = getattr(setting.type, "__args__", [setting.type])[0]
-            hint |= {"help_behavior_hint": "", "metavar": kind.__name__.upper()}
-        default = field(default=setting.default, default_factory=setting.default_factory)
-        section = sections.setdefault(re.sub(r"\W+", "_", title), [])
-        section.append((setting.name, Annotated[setting.type, tyro.conf.arg(**hint)], default))
-    kinds = {name: make_dataclass(name, settings) for name, settings in sections.items()}
-    members = [(name, tyro.conf.OmitArgPrefixes[kind], field(default_factory=kind)) for name, kind in kinds.items()]
-    given = tyro.cli(make_dataclass("Args", members), description=Args.__doc__)
-    return Args(**{name: value for section in vars(given).values() for name, value in vars(section).items()})
+MODEL, DATASET = (str(Path(__file__).resolve().parent / name) for name in ("models/tiny", "data/addition/sft.jsonl"))
+LORA_ALPHA = 32  # adapters count alpha / rank times
+MAY_BE_0 = "seed num_steps rollout_batch_size warmup_steps weight_decay lora_rank eval_prompts".split()
+MAY_BE_0 += "kl_coef overlong_buffer missing_stop_penalty ptx_coef gamma gae_lambda label_smoothing".split()
+MAY_CHANGE = "resume num_steps learning_rate eval_every save_every track".split()  # on --resume
+MAY_CHANGE += "microbatch_tokens rollout_batch_size gradient_checkpointing".split()
 
 
 def init_ranks():
-    """Join the processes that torchrun started, if it did; return rank, world size and device."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until catch_signals, Ctrl-C just ends the process
+    """Join the ranks of torchrun, or be a group of one; return rank, world size and device."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until catch_signals Ctrl-C just ends it
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
-    if dist.is_torchelastic_launched() and not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=2))
-    return (dist.get_rank(), dist.get_world_size(), device) if dist.is_initialized() else (0, 1, device)
+    if not dist.is_initialized():
+        alone = {} if dist.is_torchelastic_launched() else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(timeout=timedelta(hours=2), **alone)
+    return dist.get_rank(), dist.get_world_size(), device
 
 
 def resolve_args(args):
-    """Return the settings of the run to resume, else args with the defaults of its model filled in."""
-    values = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
-    for name in ("model", "dataset", "eval_dataset", "reward_model", "run_dir", "resume"):
-        if values.get(name) == "" and DEFAULTS.get(name, [None])[-1] != "":
-            raise SystemExit(f'--{name.replace("_", "-")} "" is empty: is a shell variable not set?')
-    if args.resume:
-        return resume_args(args, values)
-    for name, defaults in DEFAULTS.items():
-        values[name] = defaults[not is_embedded(args.model)] if values[name] is None else values[name]
-    values |= {"model": args.model or MODEL, "dataset": args.dataset or DATASET}
-    for name in ("model", "dataset", "eval_dataset", "reward_model"):
-        if os.path.exists(values.get(name) or ""):
-            values[name] = os.path.abspath(values[name])  # it may be resumed from another folder
-    unique = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-    run_dir = [values["run_dir"] or f"runs/{Path(__file__).stem}__{args.seed}__{unique}"]
-    if dist.is_initialized():
-        dist.broadcast_object_list(run_dir)
-    return Args(**{**values, "run_dir": run_dir[0]})
-
-
-def resume_args(args, values):
-    """Return the settings of the run to resume, or exit if it cannot go on; values are what was given now."""
-    path = Path(args.resume) / "args.json"
-    changed = [f.name for f in fields(Args) if values[f.name] != f.default]
-    if changed := [name for name in changed if name not in ("resume", "num_steps")]:
-        flags = ", ".join("--" + name.replace("_", "-") for name in changed)
-        raise SystemExit(f"--resume takes its settings from {path}: drop {flags}; only --num-steps may be given")
-    if not os.path.isfile(path):
-        meant = [f"; did you mean {run}?" for run in path.parents[1:3] if os.path.isfile(run / "args.json")]
-        raise SystemExit(f"--resume {args.resume}: not the folder of a run, it has no args.json{''.join(meant)}")
-    with one_line(f"{path} is damaged, or of a run of another script or version: put back what it was"):
-        saved = json.loads(path.read_text())
-        if not {"script", "processes", "data", "command", "functions", "wandb_id"} <= {*saved.pop("run")}:
-            raise ValueError('of "run" something is missing')
-        if saved.keys() != values.keys():
-            raise ValueError("it has other settings")
-        steps, num_steps = saved_steps(args.resume), args.num_steps
-        if not steps:
-            raise SystemExit(f"--resume {args.resume}: no state was saved there to go on from: start a new run")
-        saved["num_steps"] = saved["num_steps"] if num_steps is None else num_steps
-        if saved["num_steps"] < steps[-1]:
-            raise SystemExit(f"--num-steps {num_steps}: the run has done {steps[-1]} already")
-    return Args(**{**saved, "resume": values["resume"], "run_dir": values["resume"]})
+    """Fill in what was not given: from the run to resume, else by the model."""
+    given = {f.name: getattr(args, f.name) for f in fields(args) if getattr(args, f.name) != f.default}
+    if args.resume is not None:
+        if fixed := [f"--{name.replace('_', '-')}" for name in given if name not in MAY_CHANGE]:
+            raise SystemExit(f"--resume {args.resume}: a run keeps its {', '.join(fixed)}")
+        with one_line(f"--resume {args.resume}: no run, of another script, or damaged"):
+            saved = json.loads(Path(args.resume, "args.json").read_text())
+            del saved["run"]
+            return Args(**saved | given | {"run_dir": args.resume})
+    own, tiny = (Path(name, "tokenizer.json") for name in (given.get("model", MODEL), MODEL))
+    embedded = own.is_file() and tiny.is_file() and own.read_bytes() == tiny.read_bytes()  # or made of it
+    defaults = {f.name: f.metadata["embedded" if embedded else "real"] for f in fields(args) if f.metadata}
+    now = all_reduce(time.time(), dist.ReduceOp.MAX)  # on all ranks the same
+    run_dir = f"runs/{Path(__file__).stem}__{args.seed}__{datetime.fromtimestamp(now):%Y%m%d-%H%M%S-%f}"
+    return Args(**{"model": MODEL, "dataset": DATASET, "run_dir": run_dir} | defaults | given)
 
 
 @contextlib.contextmanager
 def one_line(intro):
-    """Whatever fails inside ends the run with one line, the intro and the reason, instead of a traceback."""
+    """Whatever fails inside ends the run with one line instead of a traceback."""
     try:
         yield
     except (Exception, dcp.api.CheckpointException) as error:
-        error = next(iter(getattr(error, "failures", {0: [error]}).values()))[0]  # of a checkpoint's, the first rank's
-        reason = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
-        reason = reason if len(reason) <= 220 else f"{reason[:110]} ... {reason[-110:]}"
-        raise SystemExit(f"{intro}: {reason}") from None
+        reason = " ".join(f"{type(error).__name__}: {error.__cause__ or error}".split())
+        raise SystemExit(re.sub("(.{150}).+(.{150})", r"\1 ... \2", f"{intro}: {reason}")) from None
 
 
-def saved_steps(run_dir):
-    """The steps of which there is a complete state, in order."""
-    return sorted(int(path.name) for path in Path(run_dir, "state").glob("*") if path.name.isdigit())
-
-
-def is_embedded(model):
-    """Is this models/tiny, or what one of these scripts made of it?"""
-    try:
-        return model is None or json.loads(Path(model, "config.json").read_text())["vocab_size"] < 100
-    except (OSError, ValueError, KeyError, TypeError):  # load_tokenizer and load_model say what is wrong
-        return False
+def all_reduce(values, op=dist.ReduceOp.SUM):
+    """Return a number, or a list of them, summed (or otherwise reduced) over ranks, in float64."""
+    values = torch.as_tensor(values, dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(values, op)
+    return values.tolist()
 
 
 def check_args(args, world_size):
     """Exit with one line if the settings cannot work."""
-    at_least_1 = ("prompts_per_step", "group_size", "max_prompt_length", "max_completion_length", "minibatch_size")
-    at_least_1 += ("microbatch_tokens", "update_epochs", "max_rounds", "tool_tokens", "eval_every", "save_every")
+    completions = getattr(args, "prompts_per_step", 0) * getattr(args, "group_size", 1)
     for name, value in vars(args).items():
-        flag = f"--{name.replace('_', '-')} {value}"
-        kinds = getattr(Args.__dataclass_fields__[name].type, "__args__", (Args.__dataclass_fields__[name].type,))
-        if {int, float} & {*kinds} and (type(value) not in (int, *kinds) or (value is None and name in DEFAULTS)):
-            raise SystemExit(f"{flag}: must be a number of type {kinds[0].__name__}")
-        if name.endswith(("temperature", "max_grad_norm", "weight_cap", "learning_rate")) and not 0 < value < math.inf:
-            raise SystemExit(f"{flag}: must be positive")
-        if type(value) is float and not math.isfinite(value):
-            raise SystemExit(f"{flag}: must be a finite number")
-        if type(value) in (int, float) and value < (name in at_least_1) and name not in ("seed", "min_reward"):
-            raise SystemExit(f"{flag}: must be at least {int(name in at_least_1)}")
+        flag, zero = f"--{name.replace('_', '-')} {value}", name in MAY_BE_0
+        if type(value) in (int, float) and not (0 < value < math.inf or (value == 0 and zero)):
+            raise SystemExit(f"{flag}: must be {'at least' if zero else 'more than'} 0, and finite")
         if name in ("prompts_per_step", "minibatch_size") and value % world_size:
             raise SystemExit(f"{flag} does not divide over {world_size} ranks")
-    if args.num_steps == args.eval_prompts == 0:
-        raise SystemExit("--num-steps 0 only evaluates, and --eval-prompts 0 leaves nothing to evaluate on")
-    if args.precision not in ("bfloat16", "float32"):
-        raise SystemExit(f"--precision {args.precision}: must be bfloat16 or float32")
-    sizes = {name: getattr(args, name) for name in ("prompts_per_step", "group_size") if hasattr(args, name)}
-    if sizes and math.prod(sizes.values()) % getattr(args, "minibatch_size", 1):
-        product = " times ".join(f"--{name.replace('_', '-')} {size}" for name, size in sizes.items())
-        raise SystemExit(f"{product} is not a multiple of --minibatch-size {args.minibatch_size}")
-    if args.track and os.environ.get("WANDB_MODE", "online") == "online" and not wandb.login(prompt=False):
-        raise SystemExit("--track: no key of Weights & Biases: call wandb login once, or set WANDB_MODE=offline")
-    run_dir = Path(args.run_dir)
-    if not args.resume and is_rank_0():  # an empty folder may be there, of a run that was killed as it began
-        if os.path.lexists(run_dir) and not (run_dir.is_dir() and not any(run_dir.iterdir())):
-            more = f", or go on with --resume {run_dir}" if saved_steps(run_dir) else ""
-            raise SystemExit(f"--run-dir {run_dir} exists: choose another{more}")
-        with one_line(f"--run-dir {run_dir}: cannot be made"):
-            parent = next(path for path in (run_dir.absolute(), *run_dir.absolute().parents) if path.exists())
-            if not (parent.is_dir() and os.access(parent, os.W_OK)):
-                raise OSError(f"{parent} is not a folder one can write to")
-
-
-def is_rank_0():
-    """Is this the process that writes and prints?"""
-    return not dist.is_initialized() or dist.get_rank() == 0
+        if name == "minibatch_size" and completions % value:
+            raise SystemExit(f"{flag} does not divide the {completions} completions of a step")
+        if name == "precision" and value not in ("bfloat16", "float32"):
+            raise SystemExit(f"{flag}: must be bfloat16 or float32")
 
 
 def load_tokenizer(name, flag="--model"):
-    """Return the tokenizer of a model, or exit; read first, because the data can be read with it before the model."""
+    """Return the tokenizer of a model."""
     transformers.logging.set_verbosity_error()  # what matters is said in one line
     transformers.logging.disable_progress_bar()
-    if os.path.isfile(Path(name, "checkpoint", "config.json")):
-        raise SystemExit(f"{flag} {name}: the folder of a run; did you mean {Path(name, 'checkpoint')}?")
-    if not os.path.exists(name) and (name.count("/") > 1 or name.startswith(("/", "."))):
-        raise SystemExit(f"{flag} {name}: there is no such folder")
-    with one_line(f"{flag} {name}: its config or tokenizer cannot be loaded"):
-        tokenizer, config = AutoTokenizer.from_pretrained(name), AutoConfig.from_pretrained(name).get_text_config()
-        if tokenizer.get_vocab().keys() <= {*tokenizer.all_special_tokens}:
-            raise ValueError("the folder lacks tokenizer.json")
-        if find_turn_end(tokenizer) is None:
-            raise ValueError("nothing ends a completion: name an eos_token in tokenizer_config.json")
-        for token, i in tokenizer.get_vocab().items():  # those of images may be further ones, which no text has
-            if i >= config.vocab_size and (i < tokenizer.vocab_size or token in (tokenizer.chat_template or "")):
-                raise ValueError(f"it gives {token!r} the id {i}, and the model has {config.vocab_size} embeddings")
-    return tokenizer
-
-
-def find_turn_end(tokenizer):
-    """Return the id with which the chat template ends an assistant's turn, else the tokenizer's end of text."""
-    chat = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": "Answer"}]
-    try:
-        _, found, tail = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("Answer")
-    except (ValueError, TemplateError):  # there is none, or it refuses this
-        return tokenizer.eos_token_id
-    ids, added = tokenizer(tail, add_special_tokens=False)["input_ids"], tokenizer.added_tokens_decoder
-    ends = [i for i in ids if found and i in added and added[i].content.strip(" \n\t\u2581")]  # no run of blanks
-    return ends[0] if ends else tokenizer.eos_token_id
-
-
-def make_embedded_model(seed, lora_rank=0):
-    """Return the embedded model, a small Qwen3 with random weights, and its tokenizer of 29 tokens."""
-    special = ["<|pad|>", "<|unknown|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
-    # What rewards look for must be ordinary tokens: decoding would drop special ones.
-    vocabulary = [*special, "<think>", "</think>", "\\boxed{", *"}0123456789+=;-*/., "]
-    backend = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="<|unknown|>")
-    )
-    pattern = tokenizers.Regex(r"<think>|</think>|\\boxed\{|.")
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split(pattern, "isolated")
-    backend.decoder = tokenizers.decoders.Fuse()
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token="<|pad|>",
-        unk_token="<|unknown|>",
-        eos_token="<|end|>",
-        additional_special_tokens=["<|system|>", "<|user|>", "<|assistant|>"],
-    )
-    tokenizer.chat_template = (
-        "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}"
-        "{% if message['role'] == 'assistant' %}<|end|>{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    )
-    torch.manual_seed(seed % 2**63)
-    config = transformers.Qwen3Config(
-        vocab_size=len(vocabulary),
-        hidden_size=96,
-        intermediate_size=288,
-        num_hidden_layers=4,
-        num_attention_heads=3,
-        num_key_value_heads=3,
-        head_dim=32,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-        initializer_range=0.1,  # about 1 / sqrt(hidden_size); the usual 0.02 is for far wider models
-    )
-    return add_adapters(AutoModelForCausalLM.from_config(config, dtype=torch.float32), lora_rank), tokenizer
-
-
-def add_adapters(model, rank):
-    """Freeze the model and give every linear layer of its blocks adapters (Hu et al. 2021, arXiv 2106.09685).
-
-    At first they change nothing. A scalar head is trained as it is; rank 0 leaves the model as it is.
-    """
-    layers = [layer for block in find_blocks(model) for layer in block.modules() if type(layer) is nn.Linear]
-    covered = sum(layer.weight.numel() for layer in layers)
-    if rank and 2 * covered <= sum(weight.numel() for block in find_blocks(model) for weight in block.parameters()):
-        raise SystemExit(f"--lora-rank {rank}: most weights of {type(model).__name__} are not in linear layers: use 0")
-    generator = torch.Generator().manual_seed(0)  # the same on every rank
-    for layer in layers if rank else ():
-        thin = (torch.rand(rank, layer.in_features, generator=generator) * 2 - 1) / layer.in_features**0.5
-        layer.__class__, layer.lora_a = LoRALinear, nn.Parameter(thin)
-        layer.lora_b = nn.Parameter(torch.zeros(layer.out_features, rank))
-    for name, weight in model.named_parameters() if rank else ():
-        weight.requires_grad_(name.endswith(ADAPTERS))
-    return model
-
-
-def find_blocks(model):
-    """The transformer blocks of a model; none once they are sharded, because FSDP gives their class another name."""
-    found = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
-    inner = {module for block in found for module in [*block.modules()][1:]}  # Mamba names its mixers, too
-    return [block for block in found if block not in inner]
-
-
-class LoRALinear(nn.Linear):
-    """A frozen linear layer, to which a trained product of two thin matrices is added."""
-
-    enabled = True  # while False, all of them are what they were before training
-
-    def forward(self, x):
-        output = super().forward(x)
-        if LoRALinear.enabled:
-            thin = nn.functional.linear(x, self.lora_a.to(x.dtype))
-            output = output + nn.functional.linear(thin, self.lora_b.to(x.dtype)) * (LORA_ALPHA / len(self.lora_a))
-        return output
+    with one_line(f"{flag} {name}: no model there (in a run it is checkpoint/) or on the hub"):
+        return AutoTokenizer.from_pretrained(name)
 
 
 def load_conversations(args, tokenizer):
-    """Return training and held-out rows, lists of {ids, trained, start}, and a report of what was dropped."""
+    """Return training and held-out rows, {ids, trained, start}, and a line about each split."""
     stop_ids = {find_turn_end(tokenizer), tokenizer.eos_token_id}
 
     def read(row):
-        if args.min_reward is not None and (refusal := refuse_reward(row, args.min_reward)):
-            return None, refusal
         ids, trained = encode_row(tokenizer, row, args.system_prompt, stop_ids)
-        start = trained.index(True) if any(trained) else 0  # the first token has nothing to be predicted from
-        if start == 0:
-            return None, "dropped, without a token to train"
+        start = trained.index(True) if any(trained) else 0
+        if start == 0:  # the first token has nothing to be predicted from
+            return "without a token to train"
         if start > args.max_prompt_length or len(ids) - start > args.max_completion_length:
-            return None, f"dropped, longer than {args.max_prompt_length} + {args.max_completion_length} tokens"
-        by_answer = row.get("messages") is None and "completion" not in row
-        remark = "trained on their answer: there is no column completion" if by_answer else None
-        return {"ids": ids, "trained": trained, "start": start}, remark
+            return f"longer than {args.max_prompt_length} + {args.max_completion_length} tokens"
+        return {"ids": ids, "trained": trained, "start": start}
 
     return load_rows(args.dataset, args.eval_prompts, read)
 
 
-def refuse_reward(row, min_reward):
-    """Return why a row is dropped for its reward, or None."""
-    if "reward" not in row:
-        raise ValueError(f"--min-reward needs a column reward; found {', '.join(row)}")
-    reward = row["reward"]
-    if isinstance(reward, bool) or not isinstance(reward, int | float | None):
-        raise ValueError(f"reward must be a number, not {reward!r:.80}")
-    if reward is None or reward != reward:  # nan is unequal to itself
-        return "dropped, without reward"
-    return f"dropped, of a reward below {min_reward:g}" if reward < min_reward else None
+def find_turn_end(tokenizer):
+    """Return the id that ends an assistant's turn in the chat template, else the end of text."""
+    if tokenizer.chat_template is None:
+        return tokenizer.eos_token_id
+    chat = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": "Answer"}]
+    tail = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("Answer")[2].strip(" \n\t\u2581")
+    ids = tokenizer(tail, add_special_tokens=False)["input_ids"]
+    return next((i for i in ids if i in tokenizer.added_tokens_decoder), tokenizer.eos_token_id)
 
 
 def encode_row(tokenizer, row, system_prompt, stop_ids):
     """Return the ids of a row, a prompt and its completion or {messages}, and which of them are trained."""
-    messages = as_messages(row.get("messages"), "messages", None)
-    if row.get("messages") is None:
-        prompts = [name for name in ("prompt", "question", "problem") if name in row]
-        completions = [name for name in ("completion", "answer", "solution") if name in row]
+    messages = row.get("messages")
+    if messages is None:
+        prompts = [row[name] for name in ("prompt", "question", "problem") if name in row]
+        completions = [row[name] for name in ("completion", "answer", "solution") if name in row]
         if not prompts or not completions:
-            wanted = "a column prompt, question or problem and a column completion, answer or solution, or messages"
-            raise ValueError(f"needs {wanted}; found {', '.join(row)}")
-        prompt = as_messages(row[prompts[0]], prompts[0])
-        completion = as_messages(row[completions[0]], completions[0], "assistant")
-        messages = prompt + completion if prompt and completion else []
-    if not messages:
+            wanted = "prompt, question or problem and completion, answer or solution, or messages"
+            raise ValueError(f"needs columns {wanted}; found {', '.join(row)}")
+        turns = [("user", prompts[0]), ("assistant", completions[0])] if prompts[0] and completions[0] else []
+        messages = [said if isinstance(said, list) else [{"role": role, "content": said}] for role, said in turns]
+        messages = sum(messages, [])
+    if others := [message for message in messages if not isinstance(message["content"], str)]:
+        raise ValueError(f"the content of a message must be a text: {others[0]!r:.80}")
+    if not messages or not messages[-1]["content"].strip():
         return [], []
     if system_prompt and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system_prompt}, *messages]
     if tokenizer.chat_template is not None:
         return encode_conversation(tokenizer, messages, stop_ids)
-    if row.get("messages") is not None:
-        raise ValueError("the tokenizer has no chat template, which messages need")
-    prompt_ids = encode_prompt(tokenizer, messages[:-1], "")
-    completion_ids = tokenizer(messages[-1]["content"], add_special_tokens=False)["input_ids"]
-    completion_ids = [*completion_ids, tokenizer.eos_token_id]
-    return prompt_ids + completion_ids, [False] * len(prompt_ids) + [True] * len(completion_ids)
-
-
-def as_messages(value, name, role="user"):
-    """Return a text, said by role, or a list of chat messages as messages; [] where they, or one of them, are empty."""
-    is_text = role and isinstance(value, str) and not value.startswith('[{"role"')  # such a list is still to be decoded
-    messages = [{"role": role, "content": value}] if is_text else value or []
-    for message in messages if isinstance(messages, list) else [None]:
-        types = [type(message.get(key, 0)) for key in ("role", "content")] if isinstance(message, dict) else None
-        if types not in ([str, str], [str, type(None)]):
-            wanted = f"a {'text or a ' if role else ''}list of messages with a role and a content of text"
-            raise ValueError(f"{name} must be {wanted}, not {value!r:.80}")
-    whole = messages and all(message["content"] is not None for message in messages)
-    return messages if whole and messages[-1]["content"].strip() else []
-
-
-def encode_conversation(tokenizer, messages, stop_ids):
-    """Return the ids of a conversation and which of them are trained: the assistant's turns, each up to its stop token.
-
-    The turns are found by rendering the conversation's beginnings, each of which must begin the next; a ValueError
-    says where one does not.
-    """
-    ids, trained = [], []
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        for part, is_prompt in ((messages[:i], True), (messages[: i + 1], False)):
-            rendered = render_chat(tokenizer, part, is_prompt)
-            if rendered[: len(ids)] != ids:
-                raise ValueError(f"the chat template changes what comes before message {i + 1}")
-            turn = rendered[len(ids) :]
-            stop = next((k for k, token in enumerate(turn) if token in stop_ids), None)
-            if stop is None and not is_prompt:
-                raise ValueError(f"the chat template writes no stop token after message {i + 1}")
-            ids = rendered
-            trained += [not is_prompt and k <= stop for k in range(len(turn))]
-    return ids, trained
-
-
-def render_chat(tokenizer, messages, add_generation_prompt):
-    """Return the ids the chat template makes of messages; a system message that it refuses opens the first user's."""
-    options = {"add_generation_prompt": add_generation_prompt, "tokenize": True, "return_dict": True}
-    try:
-        return tokenizer.apply_chat_template(messages, **options)["input_ids"]
-    except TemplateError:
-        if [message["role"] for message in messages[:2]] != ["system", "user"]:
-            raise
-        both = "\n\n".join(message["content"] for message in messages[:2])
-        return render_chat(tokenizer, [{"role": "user", "content": both}, *messages[2:]], add_generation_prompt)
+    if row.get("messages") is not None or tokenizer.eos_token_id is None:
+        raise ValueError("the tokenizer has no chat template, which messages need, or no eos_token")
+    ids = prompt_ids = encode_prompt(tokenizer, messages[:-1], "")
+    ids = [*ids, *tokenizer(messages[-1]["content"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    return ids, [place >= len(prompt_ids) for place in range(len(ids))]
 
 
 def encode_prompt(tokenizer, prompt, system_prompt):
-    """Return the token ids of a prompt (a string or a list of chat messages), up to where the completion begins."""
+    """Return the token ids of a prompt, a text or a list of messages, up to the completion."""
     messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    if not all(isinstance(message["content"], str) for message in messages):
+        raise ValueError(f"a prompt must be a text or a list of messages with texts, not {prompt!r:.80}")
     if system_prompt and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system_prompt}, *messages]
-    if tokenizer.chat_template is not None:
-        return render_chat(tokenizer, messages, True)
-    text = "\n\n".join(message["content"] for message in messages)
-    ids, bare = tokenizer(text)["input_ids"], tokenizer(text, add_special_tokens=False)["input_ids"]
-    while ids and ids[-1:] != bare[-1:]:  # some tokenizers end every text with a stop token
-        ids = ids[:-1]
-    return ids
+    if tokenizer.chat_template is None:
+        ids = tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]
+        return ids[:-1] if ids[-1] == tokenizer.eos_token_id else ids  # some always add it
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
 
 
 def load_rows(dataset, num_held_out, read, flag="--dataset"):
-    """Return training and held-out rows as read makes them, and a report: how many, of what, and what was dropped.
-
-    read(row) returns an item, or None where the row is dropped, and what there is to say of it, or None.
-    """
+    """Return training and held-out rows as read makes them, and a line about each split."""
+    kind = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}.get(Path(dataset).suffix)
+    with one_line(f"{flag} {dataset}: not there, not on the hub, empty or damaged"):
+        splits = load_dataset(kind, data_files=str(dataset)) if kind else load_dataset(*str(dataset).split(":"))
+        train, held_out = list(splits["train"]), splits.get("test") or splits.get("validation")
+    if held_out is None:  # then the last rows
+        cut = max(0, len(train) - num_held_out)
+        train, held_out = train[:cut], train[cut:]
     loaded, report = [], []
-    for split, rows in zip(("training", "held-out"), load_splits(dataset, num_held_out, flag)):
-        kept, remarks = [], {}
+    for split, rows in (("training", train), ("held-out", list(held_out)[:num_held_out])):
+        items = []  # texts are reasons to drop a row
         for number, row in enumerate(rows, 1):
             with one_line(f"{flag} {dataset}: {split} row {number}"):
-                try:
-                    item, remark = read(row)
-                except TemplateError as error:
-                    item, remark = None, f"dropped, refused by the chat template ({str(error)[:100]})"
-            kept += [] if item is None else [item]
-            remarks[remark] = remarks.get(remark, 0) + 1
-        said = [f"; {count} {remark}" for remark, count in remarks.items() if remark]
-        content = fingerprint(json.dumps(kept, default=lambda value: type(value).__name__))
-        report.append(f"{len(kept)} {split} rows ({content}){''.join(said)}")
+                items.append(read(row))
+        kept = [item for item in items if not isinstance(item, str)]
+        dropped = Counter(item for item in items if isinstance(item, str))
+        text = json.dumps(kept, default=lambda value: type(value).__name__)
+        report.append(f"{len(kept)} {split} rows ({zlib.crc32(text.encode()):08x}), dropped: {dict(dropped)}")
         if not kept and (split == "training" or num_held_out):
-            raise SystemExit(f"{flag} {dataset}: {report[-1]}")
+            raise SystemExit(f"{flag} {dataset}: too few rows: {report[-1]}")
         loaded.append(kept)
-    return *loaded, "\n".join(report)
+    return *loaded, report
 
 
-def load_splits(dataset, num_held_out, flag="--dataset"):
-    """Return (training rows, held-out rows): the test or validation split, else the last num_held_out rows."""
-    splits = read_splits(dataset, flag)
-    train = splits.get("train", [])
-    held_out = next((splits[split] for split in ("test", "validation") if split in splits), None)
-    if held_out is None and len(train) > num_held_out:
-        held_out = train.select(list(range(len(train) - num_held_out, len(train))))
-        train = train.select(range(len(train) - num_held_out))
-    if held_out is None or len(train) == 0:
-        raise SystemExit(
-            f"{flag} {dataset}: {len(train)} training rows, and splits {', '.join(splits)}: too few, with "
-            f"--eval-prompts {num_held_out} to hold out where there is no test split"
-        )
-    return train, held_out.select(range(min(num_held_out, len(held_out))))
+def add_adapters(model, rank):
+    """Freeze the model; add two thin matrices to each linear layer of a block (arXiv 2106.09685)."""
+    model.requires_grad_(False)
+    torch.manual_seed(0)  # the same adapters on every rank
+    model.adapters, scale = True, LORA_ALPHA / rank
+    layers = [layer for block in find_blocks(model) for layer in block.modules()]
+    for layer in [layer for layer in layers if type(layer) is nn.Linear]:
+        layer.lora_a = nn.Linear(layer.in_features, rank, bias=False)
+        layer.lora_b = nn.Linear(rank, layer.out_features, bias=False)
+        nn.init.zeros_(layer.lora_b.weight)  # at first nothing changes
+        layer.register_forward_hook(lambda own, x, y: y + own.lora_b(own.lora_a(*x)) * scale if model.adapters else y)
+    return model
 
 
-def read_splits(dataset, flag):
-    """Return the splits of a file, a folder or a data set of the hub."""
-    disable_progress_bars()
-    logging.set_verbosity(logging.CRITICAL)  # what it says of a damaged file stands in the one line
-    kinds = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
-    name, _, config = (dataset, "", "") if os.path.exists(dataset) else dataset.partition(":")
-    path, kind = Path(name), kinds.get(Path(name).suffix.lower(), "json")
-    if not os.path.exists(path) and (path.suffix.lower() in kinds or name[:1] in "./~" or name.count("/") > 1):
-        raise SystemExit(f"{flag} {dataset}: there is no such file or folder")
-    problem = "cannot be loaded" if os.path.exists(path) else "no such file or folder, nor on the hub"
-    with one_line(f"{flag} {dataset}: {problem}"):
-        if path.is_file() and path.open("rb").read(1000).strip() in (b"", b"[]"):
-            raise ValueError("it has no rows")
-        inside = [] if (path / "README.md").exists() else path.rglob("*")  # which may say what of it is data
-        if len({kinds.get(inner.suffix) for inner in inside if inner.name != "dataset_infos.json"} - {None}) > 1:
-            raise ValueError("it has files of several kinds, of which only one would be read")
-        if path.is_file():
-            try:
-                splits = load_dataset(kind, data_files=re.sub(r"([*?[])", r"[\1]", dataset))  # no pattern
-            except Exception:
-                for number, line in enumerate(() if path.suffix == ".json" or kind != "json" else path.open(), 1):
-                    with one_line(f"{flag} {dataset}: line {number} is not JSON"):
-                        line.isspace() or json.loads(line)
-                raise
-        else:
-            configs = get_dataset_config_names(name)
-            usual = configs if len(configs) == 1 else [c for c in ("main", "default") if c in configs]
-            config = config or (usual[0] if usual else "")
-            if config not in configs:
-                raise ValueError(f"choose one of its configs, as in {name}:{configs[0]}; it has {', '.join(configs)}")
-            splits = load_dataset(name, config)
-    return splits
-
-
-def fingerprint(thing):
-    """A short hash of a text or of a function's source; of what has none, such as a partial, of its type's name."""
-    with contextlib.suppress(OSError, TypeError):
-        thing = thing if isinstance(thing, str) else inspect.getsource(thing)
-    return hashlib.sha256((thing if isinstance(thing, str) else type(thing).__name__).encode()).hexdigest()[:12]
+def find_blocks(model):
+    """The transformer blocks of a model that is not sharded yet: FSDP renames their class."""
+    return [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
 
 
 def load_model(name, tokenizer, lora_rank=0):
-    """Load a causal language model; return it and its stop tokens, which its checkpoints will name, too."""
-    model, _ = load_pretrained(AutoModelForCausalLM, name)
-    with one_line(f"--model {name}: eos_token_id in generation_config.json or config.json is wrong"):
+    """Load a language model; return it and its stop tokens, which checkpoints will name."""
+    with one_line(f"--model {name}: cannot be loaded"):
+        # In bfloat16, as most are stored, a learning rate of 1e-6 moves one weight in fifty.
+        model, info = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
+        if info["missing_keys"]:
+            raise ValueError(f"it lacks {min(info['missing_keys'])}: is it whole?")
         stop_ids = find_stop_ids(model, tokenizer)
-    model.generation_config.eos_token_id = stop_ids
-    # save_pretrained refuses what does nothing, such as a temperature without do_sample, unless it came that way.
-    model.generation_config._original_object_hash = hash(model.generation_config)
-    return add_adapters(model, lora_rank), stop_ids
-
-
-def load_pretrained(auto_class, name, flag="--model", **settings):
-    """Load a model with float32 parameters, without dropout and whole, or exit; return it and the keys it lacks, which
-    may be those of a scalar head.
-    """
-    with one_line(f"{flag} {name}: cannot be loaded"):
-        config = AutoConfig.from_pretrained(name, **settings)
-        for part in (config, config.get_text_config()):
-            for key, value in vars(part).items():
-                if ("drop" in key or "jitter" in key) and isinstance(value, float):
-                    setattr(part, key, 0.0)
-        options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        # The checkpoint's own dtype is mostly bfloat16, in which a learning rate of 1e-6 moves one weight in fifty.
-        model, info = auto_class.from_pretrained(name, config=config, dtype=torch.float32, **options)
-        faults = [f"it lacks {key}" for key in sorted(info["missing_keys"]) if not key.startswith("score.")]
-        for key, found, expected in sorted(info["mismatched_keys"]):
-            faults.append(f"{key} has the size {[*found]}, where config.json asks for {[*expected]}")
-        faults += [f"{key} is not finite" for key, value in model.named_parameters() if not value.isfinite().all()]
-        if faults:
-            raise ValueError(f"{faults[0]}; is the folder whole, and all of one model?")
-    unused = sorted(key for key in info["unexpected_keys"] if not key.startswith("lm_head."))
-    if unused and is_rank_0():
-        print(f"warning: {flag} {name}: {len(unused)} tensors are not used, such as {unused[0]}: does config.json fit?")
-    return model, info["missing_keys"]
+        if not stop_ids:
+            raise ValueError("its tokenizer names no eos_token: nothing ends a completion")
+    # Not its own, which save_pretrained may refuse: a temperature without do_sample, say.
+    model.generation_config = transformers.GenerationConfig(eos_token_id=stop_ids)
+    return add_adapters(model, lora_rank) if lora_rank else model, stop_ids
 
 
 def find_stop_ids(model, tokenizer):
-    """Return every id that ends a completion: a turn's end, generation_config's, config's and the tokenizer's."""
-    stop_ids = {find_turn_end(tokenizer)} - {None}
-    configs = (getattr(model, "generation_config", tokenizer), model.config.get_text_config(), tokenizer)
-    for ids in (config.eos_token_id for config in configs):
-        stop_ids.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
-    return sorted(stop_ids)
+    """Return every id that ends a completion."""
+    sources = model.generation_config, model.config.get_text_config(), tokenizer
+    named = [find_turn_end(tokenizer), *(source.eos_token_id for source in sources)]
+    return sorted({*sum((ids if isinstance(ids, list) else [ids] for ids in named), [])} - {None})
 
 
-@torch.no_grad()
-def check_model(model, prompt_ids, max_length, generates=True):
-    """Exit where log-probabilities would not be the model's own, or a cache could not do what generate asks of it."""
+def check_model(model, prompt_ids, max_length):
+    """Exit if token_logprobs and the model's own logits differ."""
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or max_length
     if max_length > context:
-        raise SystemExit(
-            f"the longest prompt and --max-completion-length make {max_length} tokens, over the context of {context}"
-        )
-    half = min(8, len(prompt_ids))
-    ids = torch.tensor([prompt_ids[:half] * 2], device=model.device)  # (1, 2 half)
-    ones = torch.ones_like(ids[:, :half])
-    with one_line(f"{type(model).__name__} is not built as these scripts expect"):
-        inputs = (model.train(), ids[:, :half], ones, ids[:, half:], ones, 1.0)
-        first, second = (token_logprobs(*inputs)[0][0] for _ in range(2))  # (half,)
-        plain = model.eval()(ids, use_cache=False).logits[0].log_softmax(-1)  # (2 half, V)
-    if not torch.allclose(first, second, atol=1e-4):
-        raise SystemExit("this model is random in training: two passes give different log-probabilities")
-    if not torch.allclose(first, plain[half - 1 : -1].gather(1, ids[0, half:, None]).squeeze(1), atol=1e-2):
-        raise SystemExit("this model changes the output of its LM head in a way these scripts do not reproduce")
-    if generates:
-        with one_line("the key-value cache of this model cannot skip padding or drop rows, which generate() needs"):
-            both, mask = pad_left([[0, *ids[0].tolist()], ids[0, :half].tolist()], 0, ids.device)
-            _, cache = next_logits(model, both, mask, {})
-            select_rows(cache, torch.tensor([1], device=ids.device))
-            for end in range(half + 1, 2 * half + 1):  # the padded one is alone now, and goes on
-                mask = nn.functional.pad(mask[-1:], (0, 1), value=1)
-                logits, cache = next_logits(model, nn.functional.pad(ids[:, :end], (half + 1, 0)), mask, cache)
-                if not torch.allclose(logits[0].log_softmax(-1), plain[end - 1], atol=1e-2):
-                    raise ValueError("it goes on with another text")
+        raise SystemExit(f"prompts and completions of {max_length} tokens, over the context of {context}")
+    ids = torch.tensor([prompt_ids[:16] * 2], device=model.device)  # (1, 2 P)
+    prompts, completions = ((half, torch.ones_like(half)) for half in ids.chunk(2, 1))
+    with one_line(f"--model {model.name_or_path}: damaged, or of another kind"), torch.no_grad():
+        plain = model(input_ids=ids, use_cache=False).logits.log_softmax(-1)[:, ids.shape[1] // 2 - 1 : -1]  # (1, P, V)
+        found, _ = token_logprobs(model, *prompts, *completions, 1.0)  # (1, P)
+        if not (plain.gather(2, completions[0].unsqueeze(2)).squeeze(2) - found).abs().max() < 0.01:
+            raise ValueError("its own logits are not those of its LM head")
 
 
 def token_logprobs(model, prompt_ids, prompt_mask, completion_ids, completion_mask, temperature):
-    """Log-probability of every completion token at the sampling temperature, and the entropy of its distribution.
+    """Log-probabilities of completion tokens at the sampling temperature, and entropies, without gradient.
 
     prompts (B, P), completions (B, T) -> logprobs, entropies (B, T) in nats, 0 where masked.
     """
     completion_mask = completion_mask.bool()
     ids = torch.cat([prompt_ids, completion_ids], 1)  # (B, P + T)
     mask = torch.cat([prompt_mask.bool(), completion_mask], 1)
-    # All padding goes to the right and off the end: a causal model then needs neither attention mask nor position ids.
+    # Padding goes to the right: a causal model then needs neither mask nor position ids.
     order = (~mask).long().argsort(dim=1, stable=True)[:, : mask.sum(1).max()]
     hidden = model.base_model(input_ids=ids.gather(1, order), use_cache=False).last_hidden_state  # (B, W, D)
-    rows, columns = completion_mask.nonzero(as_tuple=True)  # (N,)
     # The token at one position is predicted from the position before it.
-    positions = mask.sum(1)[rows] - completion_mask.sum(1)[rows] + completion_mask.cumsum(1)[rows, columns] - 2
-    logprobs, entropies = head_logprobs(model, hidden[rows, positions], completion_ids[rows, columns], temperature)
-    blank = torch.zeros(completion_mask.shape, dtype=logprobs.dtype, device=logprobs.device)
-    return blank.masked_scatter(completion_mask, logprobs), blank.masked_scatter(completion_mask, entropies)
+    positions = (mask.cumsum(1) - 2)[:, prompt_ids.shape[1] :][completion_mask]  # (N,)
+    hidden = hidden[completion_mask.nonzero()[:, 0], positions]  # (N, D)
+    found = head_logprobs(model, hidden, completion_ids[completion_mask], temperature)  # two of (N,)
+    blank = found[0].new_zeros(completion_mask.shape)
+    return [blank.masked_scatter(completion_mask, values) for values in found]
 
 
 def head_logprobs(model, hidden, targets, temperature):
-    """Log-probabilities of targets (N,), and entropies, under softmax(head(hidden) / temperature); hidden (N, D).
-
-    Never N x V logits at once: they come in chunks, computed anew in the backward pass.
-    """
+    """Log-probabilities of targets (N,), and entropies, under softmax(head(hidden) / temperature); hidden (N, D)."""
+    head, given = model.get_output_embeddings(), vars(model.config.get_text_config()).get
+    scale = given("logit_scale") or given("lm_head_multiplier") or 1 / (given("logits_scaling") or 1)
+    cap = given("final_logit_softcapping")
 
     def chunk_logprobs(hidden, targets):
-        logprobs = (head_logits(model, hidden) / temperature).log_softmax(-1)  # (n, V)
-        entropies = -(logprobs.exp() * logprobs).sum(-1)
+        logits = head(hidden)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # (n, V)
+        logits = logits if scale == 1 else logits * scale
+        logits = (logits / cap).tanh() * cap if cap else logits
+        logprobs = (logits / temperature).log_softmax(-1)
+        with torch.no_grad():  # else checkpoint would keep what it recomputes for them
+            entropies = -(logprobs.exp() * logprobs).sum(-1)
         return logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), entropies
 
-    weights = [weight for weight in model.get_output_embeddings().parameters() if weight.requires_grad]
-    size = max(1, 2 ** (26 if hidden.is_cuda else 24) // model.get_output_embeddings().weight.shape[0])
-    return Recomputed.apply(chunk_logprobs, size, hidden, targets, *weights)
+    # Never N x V logits at once: they come in chunks, computed anew in the backward pass.
+    size = max(1, 2 ** (26 if hidden.is_cuda else 24) // head.weight.shape[0])
+    chunks = zip(hidden.split(size), targets.split(size))
+    parts = [checkpoint(chunk_logprobs, *chunk, use_reentrant=False) for chunk in chunks]
+    return [torch.cat(part) for part in zip(*parts)]
 
 
-def head_logits(model, hidden):
-    """Logits (n, V) of hidden states (n, D), at least float32, the LM head's, scaled and capped as by the model."""
-    logits = model.get_output_embeddings()(hidden)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    given = vars(model.config.get_text_config()).get
-    scale = given("logit_scale") or given("lm_head_multiplier") or 1 / (given("logits_scaling") or 1)
-    cap = given("final_logit_softcapping") or given("logits_soft_cap") or given("output_logit_soft_cap")
-    logits = logits if scale == 1 else logits * scale
-    return (logits / cap).tanh() * cap if cap else logits
+def shard(policy, device, precision="float32", gradient_checkpointing=False):
+    """Shard parameters, gradients and optimizer state over the ranks (FSDP2), block by block.
 
-
-class Recomputed(torch.autograd.Function):
-    """compute(hidden, targets) in chunks, of which nothing is kept for the backward pass, where they are made anew.
-
-    torch.utils.checkpoint would keep what it recomputes for an output that gets no gradient, as entropies mostly do,
-    and autograd a gradient of the weights for every chunk.
+    In bfloat16 the blocks compute in it; trained weights, gradients and all else are float32.
     """
-
-    @staticmethod
-    def forward(ctx, compute, size, hidden, targets, *weights):
-        ctx.compute, ctx.size = compute, size
-        ctx.save_for_backward(hidden, targets, *weights)
-        ctx.set_materialize_grads(False)
-        chunks = zip(hidden.split(size), targets.split(size))
-        return tuple(torch.cat(parts) for parts in zip(*(compute(*chunk) for chunk in chunks)))
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        hidden, targets, *weights = ctx.saved_tensors
-        hidden_gradients, sums = [], [torch.zeros_like(weight) for weight in weights]
-        used = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        chunks = (hidden, targets, *(gradients[i] for i in used))
-        for part, part_targets, *part_gradients in zip(*(tensor.split(ctx.size) for tensor in chunks)):
-            with torch.enable_grad():
-                part = part.detach().requires_grad_()
-                outputs = ctx.compute(part, part_targets)
-            found = torch.autograd.grad([outputs[i] for i in used], (part, *weights), part_gradients)
-            hidden_gradients.append(found[0])
-            for total, gradient in zip(sums, found[1:]):
-                total += gradient
-        return None, None, torch.cat(hidden_gradients), None, *sums
-
-
-def pad_left(rows, pad_id, device):
-    """Return ids and mask (B, P) of lists of token ids, padded on the left."""
-    width = max(map(len, rows))
-    ids = torch.tensor([[pad_id] * (width - len(row)) + row for row in rows], device=device)
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
-    return ids, mask
-
-
-def next_logits(model, ids, mask, cache):
-    """Logits (B, V) of what follows ids (B, L), padded on the left, and the cache that holds these.
-
-    Given the cache of all before the last, only that one is read. Where a model's cache cannot be told which rows to
-    keep it is left empty, and all are read again for every token.
-    """
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    if cache:
-        ids, positions = ids[:, -1:], positions[:, -1:]
-        mask = mask[:, -1:] if "cache_params" in cache else mask  # no attention, no mask of what was before
-    output = model(
-        input_ids=ids, attention_mask=mask, position_ids=positions, **cache, use_cache=True, logits_to_keep=1
-    )
-    names = ("past_key_values", "cache_params")
-    cache = {name: output[name] for name in names if hasattr(output.get(name), "reorder_cache")}
-    if cache:
-        return output.logits[:, -1], cache
-    order = (1 - mask).argsort(dim=1, stable=True)  # padding goes to the right, as in token_logprobs
-    hidden = model.base_model(input_ids=ids.gather(1, order), use_cache=False).last_hidden_state  # (B, L, D)
-    return head_logits(model, hidden[torch.arange(len(ids), device=ids.device), mask.sum(1) - 1]), cache
-
-
-def select_rows(cache, rows):
-    """Keep these rows of a cache, whether its layers hold keys and values or states."""
-    for layers in cache.values():
-        if hasattr(layers, "linear_cache"):  # MiniMax's, which would reorder only its keys and values
-            layers.batch_select_indices(rows)
-        else:
-            layers.reorder_cache(rows)
-
-
-def shard(policy, device, precision="float32"):
-    """Move to the device; shard parameters, gradients and optimizer state over the ranks (FSDP2), block by block.
-
-    In bfloat16 the blocks compute in it, from float32 parameters where they are trained and with float32 gradients;
-    what is outside them, the LM head above all, computes in float32.
-    """
-    for model in policy.children():
-        mesh = shard_blocks(model, device, precision)
-    if needs_shards(policy, device, precision):
-        fully_shard(policy, mesh=mesh, reshard_after_forward=True)  # else a frozen one would stay gathered
+    blocks = [block for model in policy.children() for block in find_blocks(model)]
+    frozen = {weight for weight in policy.parameters() if not weight.requires_grad}
+    alone, dtypes = dist.get_world_size() == 1, MixedPrecisionPolicy()
+    if precision == "bfloat16":
+        torch.set_float32_matmul_precision("high")  # TF32 on CUDA, for the LM head
+        dtypes = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+        for block in blocks:
+            block.forward = partial(in_bfloat16, block.forward)
+            for weight in frozen.intersection(block.parameters()):  # rounded once and for all
+                weight.data = weight.data.bfloat16()
+    for block in blocks if gradient_checkpointing else ():
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    if precision == "bfloat16" or not alone:
+        ignored = frozen if alone else None  # which FSDP would hold twice
+        for block in blocks:
+            fully_shard(block, mp_policy=dtypes, ignored_params=ignored)
+        # A root would stay gathered after its forward pass, a frozen one for ever.
+        fully_shard(policy, reshard_after_forward=True, ignored_params=ignored)
+        for module in (policy, *blocks):  # gradients are summed over ranks, not averaged
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
     return policy.to(device)
 
 
-def shard_blocks(model, device, precision):
-    """Do for the blocks of one model what shard does for the whole; return the mesh of ranks, if there is one."""
-    if device.type == "cuda" and precision == "bfloat16":
-        torch.set_float32_matmul_precision("high")  # TF32, for the LM head
-    if precision == "bfloat16" and not is_trained(model):
-        cast_blocks(model)
-    if not needs_shards(model, device, precision):
-        return None
-    if not dist.is_initialized():  # FSDP wants a group, be it of one
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    bfloat16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
-    weights = [weight for block in find_blocks(model) for weight in block.parameters()]
-    if len({*weights}) < len(weights):
-        raise SystemExit(f"{type(model).__name__} shares weights between blocks: it needs --lora-rank and one process")
-    for block in find_blocks(model):
-        fully_shard(block, mesh=mesh, mp_policy=bfloat16 if precision == "bfloat16" else MixedPrecisionPolicy())
-    return mesh
+def in_bfloat16(forward, *args, **kwargs):
+    """Call the forward of a block, whose weights are bfloat16, on what is float32 outside."""
+    return cast(forward(*cast(args, torch.bfloat16), **cast(kwargs, torch.bfloat16)), torch.float32)
 
 
-def is_trained(model):
-    """Is more of this model trained than adapters? Some models have a weight or two that never are."""
-    return any(weight.requires_grad and not name.endswith(ADAPTERS) for name, weight in model.named_parameters())
-
-
-def cast_blocks(model):
-    """Let the blocks compute in bfloat16: round their frozen weights, cast what goes in and what comes out."""
-
-    def cast(value, dtype):
-        if isinstance(value, dict):  # float32's lowest number, of which masks are made, would become -inf
-            return {key: item if key == "attention_mask" else cast(item, dtype) for key, item in value.items()}
-        if isinstance(value, tuple):
-            return tuple(cast(item, dtype) for item in value)
-        return value.to(dtype) if torch.is_tensor(value) and value.is_floating_point() else value
-
-    for block in find_blocks(model):
-        for weight in block.parameters():  # block.to() would round buffers, too, such as the frequencies of positions
-            weight.data = weight.data if weight.requires_grad else weight.data.to(torch.bfloat16)
-        block.register_forward_pre_hook(lambda _, *inputs: cast(inputs, torch.bfloat16), with_kwargs=True)
-        block.register_forward_hook(lambda _, args, output: cast(output, torch.float32))  # noqa: ARG005
-
-
-def needs_shards(model, device, precision):
-    """Is this model sharded? On one process only if FSDP casts its weights: frozen ones are cast once and for all."""
-    return dist.is_initialized() or (is_trained(model) and (device.type == "cuda" or precision == "bfloat16"))
+def cast(value, dtype):
+    """Cast the floating-point tensors of a nest of tuples and dictionaries."""
+    if isinstance(value, dict):  # a mask's lowest number would become -inf
+        return {key: item if key == "attention_mask" else cast(item, dtype) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(cast(item, dtype) for item in value)
+    return value.to(dtype) if torch.is_tensor(value) and value.is_floating_point() else value
 
 
 class LogprobModel(nn.Module):
-    """The unit that is sharded: its forward returns log-probabilities, so the LM head is gathered with the rest."""
+    """The unit that is sharded: the LM head, too, is gathered for its forward pass."""
 
     def __init__(self, model):
         super().__init__()
         self.model = model
 
-    def forward(self, *args):
-        return token_logprobs(self.model, *args)
+    def forward(self, *inputs, adapters=True):
+        self.model.adapters = adapters  # without them it is what it was before training
+        return token_logprobs(self.model, *inputs)
 
 
-def open_run(args, policy, optimizer, tokenizer, report):
-    """Make the run folder, or load the state of the run to resume and drop what was logged after it.
-
-    Returns the last step done, -1 in a new run, and the progress bar.
-    """
-    run_dir = Path(args.run_dir)
-    on_rank_0(take_folder, args, report.splitlines())
-    last_step = load_state(run_dir, policy, optimizer) if args.resume else -1
-    on_rank_0(drop_later, run_dir, last_step)
-    if last_step > 0:
-        save_checkpoint(run_dir, policy, tokenizer)  # it may be older than the state
-    with one_line("--track"):
-        wandb.init(
-            project=args.wandb_project,
-            name=run_dir.name,
-            id=json.loads((run_dir / "args.json").read_text())["run"]["wandb_id"],
-            resume="allow",
-            dir=run_dir,
-            config=asdict(args),
-            mode=None if args.track and is_rank_0() else "disabled",
-        )
-        wandb.define_metric("*", step_metric="step")  # by its own count wandb would drop what is logged again
-    if is_rank_0():
-        millions = sum(weight.numel() for weight in policy.parameters()) / 1e6
-        trained = sum(weight.numel() for weight in policy.parameters() if weight.requires_grad) / 1e6
-        part = f", of which {trained:.2f} M are trained," if trained < millions else ""
-        where = f"{dist.get_world_size() if dist.is_initialized() else 1} x {policy.model.device.type}"
-        print(f"{report}\n{run_dir}: {millions:.1f} M parameters{part} on {where} in {args.precision}")
-    hidden = None if is_rank_0() else True  # None: where the output is no terminal
-    bar = tqdm(total=args.num_steps, initial=max(0, last_step), desc=Path(__file__).stem, unit="step", disable=hidden)
-    return last_step, bar
-
-
-def on_rank_0(function, *args):
-    """Call function on one rank, while the others wait."""
-    if not dist.is_initialized():
-        return function(*args)
-    dist.barrier()
-    if is_rank_0():
-        function(*args)
-    dist.barrier()
-
-
-def take_folder(args, data):
-    """Make the run folder, or take the one to resume if that is what this run is, for this process alone."""
-    run_dir, names = Path(args.run_dir), list(globals())  # in the order of the file, whatever a user assigned
-    names = names[names.index("Args") + 1 : names.index("main") + 1]
-    run = {
-        "script": Path(__file__).stem,
-        "processes": dist.get_world_size() if dist.is_initialized() else 1,
-        "data": data,
-        "command": entry_command(),
-        "functions": {name: fingerprint(globals()[name]) for name in names},
-        "wandb_id": secrets.token_hex(4),
-    }
-    if args.resume:
-        now, run = run, json.loads((run_dir / "args.json").read_text())["run"]
-        for key in ("script", "processes", "data"):
-            if now[key] != run[key]:
-                raise SystemExit(f"--resume {run_dir}: {key} was {run[key]} ({run['command']}), and is {now[key]}")
-        if changed := [name for name in now["functions"] if now["functions"][name] != run["functions"].get(name)]:
-            print(f"warning: not what it was when {run['command']} began this run: {', '.join(changed)}")
-    with one_line(f"--run-dir {run_dir}: another process works in it, or it cannot be written"):
-        if not args.resume:
-            run_dir.mkdir(parents=True, exist_ok=run_dir.is_dir() and not any(run_dir.iterdir()))
-        lock = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT)
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the process ends
-        (run_dir / "state").mkdir(exist_ok=True)
-        write_whole(run_dir / "args.json", json.dumps({**asdict(args), "resume": None, "run": run}, indent=2) + "\n")
-
-
-def entry_command():
-    """The command that started this process, without its settings."""
-    script = sys.argv[0] if sys.argv[0].endswith(".py") else Path(__file__).name
-    if not dist.is_torchelastic_launched():
-        return f"python {shlex.quote(script)}"
-    nodes = f"--nnodes {os.environ['GROUP_WORLD_SIZE']} " if os.environ["GROUP_WORLD_SIZE"] != "1" else ""
-    return f"torchrun {nodes}--nproc-per-node {os.environ['LOCAL_WORLD_SIZE']} {shlex.quote(script)}"
-
-
-def write_whole(path, text):
-    """Write a file that a reader finds complete or not at all."""
-    path.with_suffix(".unfinished").write_text(text)
-    path.with_suffix(".unfinished").replace(path)
+def open_run(args, policy, optimizer, report):
+    """Write args.json, load a state to resume from; return the last step, or -1, and a bar."""
+    run_dir, last_step, rank, ranks = Path(args.run_dir), -1, dist.get_rank(), dist.get_world_size()
+    run = {"script": Path(__file__).stem, "entry": Path(sys.argv[0]).name, "ranks": ranks, "data": report}
+    if args.resume is not None:
+        before = json.loads((run_dir / "args.json").read_text())["run"]
+        if run != before:
+            raise SystemExit(f"--resume {run_dir}: this is {run}, and the run was {before}")
+        last_step = load_state(run_dir, policy, optimizer)
+        if last_step > args.num_steps:
+            raise SystemExit(f"--num-steps {args.num_steps}: the run has done {last_step} already")
+    if rank == 0:
+        print(*report, run_dir, sep="\n")
+        text = json.dumps(asdict(args) | {"resume": None, "run": run}, indent=2, default=str)
+        with one_line(f"--run-dir {run_dir}: choose another, or --resume it"):
+            run_dir.mkdir(parents=True, exist_ok=args.resume is not None)
+            (run_dir / "args.unfinished").write_text(text)
+            (run_dir / "args.unfinished").replace(run_dir / "args.json")
+        with one_line("--track"):
+            wandb.init(name=run_dir.name, dir=run_dir, config=asdict(args), mode=None if args.track else "disabled")
+    return last_step, tqdm(total=args.num_steps, initial=max(0, last_step), disable=rank > 0)
 
 
 def load_state(run_dir, policy, optimizer):
-    """Load the newest complete state and return its step."""
-    path = run_dir / "state" / f"{saved_steps(run_dir)[-1]:08d}"
-    model_state, optimizer_state = dcp_state.get_state_dict(policy, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state}
-    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)  # nothing was saved of parameters that get no gradient
-    with one_line(f"{path} is damaged: start a new run, perhaps from {run_dir}/checkpoint"):
-        saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-        if lacking := {f"model.{name}" for name in model_state} - saved.keys():
-            raise ValueError(f"it lacks {min(lacking)}")
-        with warnings.catch_warnings(action="ignore"):  # that one process loads alone is meant
-            dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized(), planner=planner)
-        dcp_state.set_state_dict(
-            policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
+    """Load the newest state, cut off what was logged after it, and return its step."""
+    with one_line(f"--resume {run_dir}: there is no whole state to go on from"):
+        path = max((run_dir / "state").glob("[0-9]*"))
+        model, moments = dcp_state.get_state_dict(policy, optimizer)
+        dcp.load({"model": model}, checkpoint_id=path)
+        planner = dcp.DefaultLoadPlanner(allow_partial_load=True)  # unused weights have none
+        dcp.load({"optimizer": moments}, checkpoint_id=path, planner=planner)
+        dcp_state.set_state_dict(policy, optimizer, model_state_dict=model, optim_state_dict=moments)
+    for name in ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl") if dist.get_rank() == 0 else ():
+        with one_line(f"{run_dir / name} is damaged"), (run_dir / name).open("a+b") as file:
+            file.seek(0)
+            kept = [line for line in file if line.endswith(b"\n") and json.loads(line)["step"] <= int(path.name)]
+            file.truncate(sum(map(len, kept)))
     return int(path.name)
 
 
-def drop_later(run_dir, last_step):
-    """Remove what a resumed run logged or saved besides the step it goes on from."""
-    for path in [*run_dir.glob("metrics.jsonl"), *run_dir.glob("*samples.jsonl")]:
-        kept = []
-        for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
-            with one_line(f"{path}: line {number} is damaged: delete it, or put back what it was"):
-                if line.endswith(b"\n") and json.loads(line)["step"] <= last_step:  # the last may be half-written
-                    kept.append(line.decode())
-        write_whole(path, "".join(kept))
-    for path in (run_dir / "state").iterdir():
-        if path.name != f"{last_step:08d}":
-            shutil.rmtree(path, ignore_errors=True)  # a file is left alone
-
-
-def save_checkpoint(run_dir, policy, tokenizer):
-    """Write checkpoint/, a Hugging Face folder with the float32 parameters and the tokenizer."""
-    options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = dcp_state.get_model_state_dict(policy, options=options)
-    checkpoint, unfinished = Path(run_dir) / "checkpoint", Path(run_dir) / "checkpoint.unfinished"
-    own = {key.removeprefix("model."): value.float() for key, value in state.items() if key.startswith("model.")}
-    for key in [key for key in own if key.endswith(".lora_a")]:
-        a, b = own.pop(key), own.pop(key[:-1] + "b")
-        weight = key.removesuffix("lora_a") + "weight"
-        own[weight] = own[weight] + b @ a * (LORA_ALPHA / len(a))
-    for key in policy.model.all_tied_weights_keys:  # of one storage here, of two where they were gathered from ranks
-        own.pop(key, None)
-
-    def publish():
-        shutil.rmtree(unfinished, ignore_errors=True)
-        policy.model.save_pretrained(unfinished, state_dict=own)
-        tokenizer.save_pretrained(unfinished)
-        shutil.rmtree(checkpoint, ignore_errors=True)
-        unfinished.rename(checkpoint)
-
-    on_rank_0(publish)
-
-
 def catch_signals():
-    """Return a list that fills when Ctrl-C or SIGTERM asks to stop after this step; a second time stops at once."""
+    """Return a list that fills when Ctrl-C or SIGTERM asks to stop; a second one stops at once."""
     received = []
 
-    def request_stop(signum, frame):  # noqa: ARG001
+    def request_stop(signum, _frame):
         received.append(signum)
         signal.signal(signum, signal.SIG_DFL)
-        more = "; the traceback torchrun prints is its own" if dist.is_torchelastic_launched() else ""
-        os.write(2, f"\nstopping after this step, saving what was trained{more}; once more to stop at once\n".encode())
+        os.write(2, b"\nstopping after this step, which is saved; once more to stop at once\n")
 
     signal.signal(signal.SIGINT, request_stop)
     signal.signal(signal.SIGTERM, request_stop)
@@ -1099,40 +597,41 @@ def catch_signals():
 
 
 def pick_rows(rows, start, count, seed):
-    """Return places start to start + count of an endless sequence of passes over the rows, each in its own order."""
-    picked = []
+    """Return count rows from place start of endless passes over all, each in its own order."""
+    order = []
     for epoch in range(start // len(rows), (start + count - 1) // len(rows) + 1):
         generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
-        order = torch.randperm(len(rows), generator=generator).tolist()
-        first = epoch * len(rows)
-        picked += [rows[i] for i in order[max(start - first, 0) : start + count - first]]
-    return picked
+        order += torch.randperm(len(rows), generator=generator).tolist()
+    return [rows[i] for i in order[start % len(rows) :][:count]]
 
 
 def collate(rows, pad_id, device):
-    """Return a batch of tensors: all before a row's first trained token is its prompt, the rest its completion."""
+    """Return a batch: what comes before a row's first trained token is its prompt, the rest its completion."""
     prompt_ids, prompt_mask = pad_left([row["ids"][: row["start"]] for row in rows], pad_id, device)
-    width = max(len(row["ids"]) - row["start"] for row in rows)
+    completions, trained = ([row[key][row["start"] :] for row in rows] for key in ("ids", "trained"))
 
-    def pad_right(values, fill):
-        return torch.tensor([list(value) + [fill] * (width - len(value)) for value in values], device=device)
+    def pad_right(rows, fill=0):
+        return nn.utils.rnn.pad_sequence([torch.tensor(row, device=device) for row in rows], True, fill)
 
     return {
         "prompt_ids": prompt_ids,
         "prompt_mask": prompt_mask,
-        "completion_ids": pad_right([row["ids"][row["start"] :] for row in rows], pad_id),
-        "completion_mask": pad_right([[1] * (len(row["ids"]) - row["start"]) for row in rows], 0),
-        "loss_mask": pad_right([row["trained"][row["start"] :] for row in rows], False),
+        "completion_ids": pad_right(completions, pad_id),
+        "completion_mask": pad_right([[1] * len(row) for row in completions]),
+        "loss_mask": pad_right(trained),
         "lengths": torch.tensor([len(row["ids"]) for row in rows], device=device),
     }
 
 
-def microbatches(batch, rows, max_tokens):
-    """Cut rows of a batch, longest first, into parts of at most max_tokens padded tokens; a longer row stands alone.
+def pad_left(rows, pad_id, device):
+    """Return ids and mask (B, P) of lists of token ids, padded on the left."""
+    ids = [torch.tensor(row, device=device) for row in rows]
+    padded = partial(nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
+    return padded(ids, padding_value=pad_id), padded([torch.ones_like(row) for row in ids])
 
-    Forward and backward passes are collective, so every rank yields equally many parts: one that has fewer adds parts
-    of no rows, where the first row of the batch stands in and its masks are 0.
-    """
+
+def microbatches(batch, rows, max_tokens):
+    """Cut rows of a batch, longest first, into parts of one row, or of up to max_tokens with padding."""
     parts, longest, lengths = [], 0, batch["lengths"][rows]
     for place in lengths.argsort(descending=True, stable=True).tolist():
         if parts and (len(parts[-1]) + 1) * longest <= max_tokens:
@@ -1140,193 +639,102 @@ def microbatches(batch, rows, max_tokens):
         else:
             parts.append([place])
             longest = int(lengths[place])
-    for number in range(int(all_reduce(max(1, len(parts)), dist.ReduceOp.MAX))):
-        if number < len(parts):
-            index = rows[parts[number]]
-            yield {"rows": index} | {key: value[index] for key, value in batch.items()}
-        else:
-            part = {key: value[:1] for key, value in batch.items()}
-            masks = [key for key in part if key.endswith("mask") and key != "prompt_mask"]
-            yield part | {key: torch.zeros_like(part[key]) for key in masks} | {"rows": rows[:0]}
-
-
-def all_reduce(values, op=dist.ReduceOp.SUM):
-    """Return a number, or a list of numbers, summed (or otherwise reduced) over ranks, in float64."""
-    values = torch.as_tensor(values, dtype=torch.float64)
-    if dist.is_initialized():
-        dist.all_reduce(values, op)
-    return values.tolist()
-
-
-def add_metrics(totals, metrics):
-    """Add metrics to totals; where the key ends in _max, keep the larger."""
-    for key, value in metrics.items():
-        before = totals.get(key, torch.zeros_like(value))
-        totals[key] = torch.maximum(before, value) if key.endswith("_max") else before + value
+    # Passes are collective: a rank with fewer parts adds some of no rows, a row with masks of 0.
+    parts += [[]] * (int(all_reduce(max(1, len(parts)), dist.ReduceOp.MAX)) - len(parts))
+    for places in parts:
+        index = rows[places] if places else rows.new_zeros(1)
+        part = {key: value[index] for key, value in batch.items()}
+        masks = [key for key in part if key.endswith("mask") and key != "prompt_mask"]
+        yield part | {key: part[key] * bool(places) for key in masks} | {"rows": index[: len(places)]}
 
 
 def step_optimizer(policy, optimizer, learning_rate, max_grad_norm):
-    """Clip the gradients, make a step, or none if they are not finite, and free them; return the norm before."""
+    """Clip the gradients, make a step if there are any, free them; return the norm before."""
     grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), max_grad_norm)
     grad_norm = float(grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm)
+    if not math.isfinite(grad_norm):
+        raise SystemExit(f"the norm of the gradients is {grad_norm}: is --learning-rate too high?")
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
-    if math.isfinite(grad_norm):
+    if grad_norm > 0:  # else AdamW would go on in the direction it had
         optimizer.step()
     optimizer.zero_grad()
     return grad_norm
 
 
-def check_finite(step, grad_norm, run_dir):
-    """Exit if there was no optimizer step to make; what was saved before stands."""
-    if not math.isfinite(grad_norm):
-        steps = saved_steps(run_dir)
-        saved = f"{run_dir}/checkpoint is of step {steps[-1]}" if steps else "nothing was saved yet"
-        raise SystemExit(f"step {step}: gradient norm {grad_norm}: is --learning-rate too high? {saved}")
-
-
-def step_metrics(sums, divisor, start):
-    """Means of a step over all ranks, its time and the peak of memory.
-
-    sums has what to divide by, too: the number of pairs (pair/*) or of trained tokens (policy/*); loss/* is divided by
-    the divisor of the step's loss.
-    """
-    seconds, sums = time.perf_counter() - start, reduce_metrics(sums)
-    counts = {"loss": divisor, "pair": sums.pop("num_pairs", 0), "policy": sums.pop("num_tokens", 0)}
-    metrics = {key: total / counts[key.split("/")[0]] for key, total in sums.items()}
-    metrics["perf/step_seconds"] = seconds
-    for kind, name in (("pair", "perf/pairs_per_second"), ("policy", "perf/train_tokens_per_second")):
-        if counts[kind]:
-            metrics[name] = counts[kind] / seconds
-    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    metrics["perf/peak_memory_gib"] = (torch.cuda.max_memory_allocated() or peak_bytes) / 2**30
-    return metrics
-
-
-def reduce_metrics(metrics):
-    """Return metrics summed over ranks as numbers; where the key ends in _max, the maximum."""
-    sums = [key for key in sorted(metrics) if not key.endswith("_max")]
-    maxima = [key for key in sorted(metrics) if key.endswith("_max")]
-    reduced = dict(zip(sums, all_reduce([float(metrics[key]) for key in sums])))
-    return reduced | dict(zip(maxima, all_reduce([float(metrics[key]) for key in maxima], dist.ReduceOp.MAX)))
-
-
 @torch.no_grad()
 def evaluate(policy, rows, pad_id, args, rank, world_size):
     """Mean negative log-likelihood of the trained tokens of held-out rows."""
-    start = time.perf_counter()
-    if rank == 0:
-        tqdm.write(f"evaluating on {len(rows)} rows")
     share, device = rows[rank::world_size], policy.model.device
-    batch, totals = collate(share or rows[:1], pad_id, device), {}
+    batch, totals = collate(share or rows[:1], pad_id, device), Counter()
     for part in microbatches(batch, torch.arange(len(share), device=device), args.microbatch_tokens):
-        _, metrics = microbatch_loss(policy, part)
-        add_metrics(totals, metrics)
-    sums = reduce_metrics(totals)
-    loss = sums["loss/nll"] / sums["num_tokens"]
-    metrics = {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
-    return metrics | {"perf/eval_seconds": time.perf_counter() - start}
+        totals.update(microbatch_loss(policy, part)[1])
+    total, count = all_reduce([float(totals["loss/nll"]), float(totals["num_tokens"])])
+    return {"eval/loss": total / count, "eval/perplexity": math.exp(min(total / count, 700.0))}
 
 
 def log_step(args, step, metrics, progress):
-    """Append to metrics.jsonl and Weights & Biases, and print."""
-    append_line(Path(args.run_dir) / "metrics.jsonl", {"step": step, **metrics})
-    wandb.log({"step": step, **metrics})
-    shown = (("accuracy", "pair/accuracy", 2), ("loss", "loss/preference", 3), ("loss", "loss/nll", 3))
-    shown = {name: f"{metrics[key]:.{digits}f}" for name, key, digits in shown if key in metrics}
-    show_step(step, metrics, progress, shown)
+    """Log the metrics, print what an evaluation found, and move the bar."""
+    append_line(args, "metrics.jsonl", {"step": step} | metrics)
+    wandb.log({"step": step} | metrics)
+    progress.set_postfix({key: metrics[key] for key in ("pair/accuracy", "loss/nll", "score/mean") if key in metrics})
+    progress.update(step > 0)
+    if found := [f"{name[5:]} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/")]:
+        tqdm.write(f"step {step}: {', '.join(found)}")
 
 
-def append_line(path, row):
-    """Append a row to a jsonl file."""
-    with one_line(f"{path}: when this is mended, go on with --resume {path.parent}"), path.open("a") as file:
+def append_line(args, name, row):
+    """Append a row to a jsonl file of the run."""
+    path = Path(args.run_dir, name)
+    with one_line(f"{path}: mend it, then --resume {args.run_dir}"), path.open("a") as file:
         file.write(json.dumps(row, default=str) + "\n")
 
 
-def show_step(step, metrics, progress, shown):
-    """Print what an evaluation found, and move the bar; where that is hidden, print a line now and then."""
-    found = [f"{key[5:]} {value:.3f}" for key, value in metrics.items() if key[:5] == "eval/" and "/" not in key[5:]]
-    if found:
-        tqdm.write(f"step {step}: {', '.join(found)}")
-    if step > 0:
-        progress.set_postfix(shown, refresh=False)
-        progress.update()
-        if progress.disable and step % max(1, progress.total // 100) == 0:
-            print(f"step {step}: {', '.join(f'{name} {value}' for name, value in shown.items())}", flush=True)
-
-
 def save(run_dir, policy, optimizer, tokenizer, step):
-    """Write state/<step>, which appears complete or not at all, remove older ones, then write checkpoint/."""
-    states, free = Path(run_dir) / "state", shutil.disk_usage(run_dir).free / 2**20
-    model_state, optimizer_state = dcp_state.get_state_dict(policy, optimizer)
-    state, unfinished = {"model": model_state, "optimizer": optimizer_state}, states / "unfinished"
-
-    def publish():
-        unfinished.rename(states / f"{step:08d}")
-        for path in states.iterdir():
-            if path.name != f"{step:08d}":
-                shutil.rmtree(path, ignore_errors=True)
-
-    more = f"; mend it, then --resume {run_dir}" if saved_steps(run_dir) else ""
-    with one_line(f"{run_dir}: step {step} could not be saved, {free:.0f} MB were free{more}"):
-        try:
-            with warnings.catch_warnings(action="ignore"):  # that one process saves alone is meant
-                dcp.save(state, checkpoint_id=unfinished, no_dist=not dist.is_initialized())
-            on_rank_0(publish)
-            save_checkpoint(run_dir, policy, tokenizer)
-        finally:  # what does not fit must not fill the disk
-            shutil.rmtree(unfinished, ignore_errors=True)
-            shutil.rmtree(Path(run_dir) / "checkpoint.unfinished", ignore_errors=True)
+    """Write checkpoint/, a Hugging Face folder, then state/STEP, from which --resume goes on."""
+    checkpoint, unfinished = Path(run_dir, "checkpoint"), Path(run_dir, "checkpoint.unfinished")
+    state, unfinished_state = Path(run_dir, "state", f"{step:08d}"), Path(run_dir, "state", "unfinished")
+    options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = dcp_state.get_model_state_dict(policy.model, options=options)
+    for key in [key for key in weights if key.endswith(".lora_a.weight")]:
+        layer = key.removesuffix("lora_a.weight")
+        a, b = weights.pop(key), weights.pop(f"{layer}lora_b.weight")
+        weights[f"{layer}weight"] = weights[f"{layer}weight"] + b @ a * (LORA_ALPHA / len(a))
+    tied = policy.model.all_tied_weights_keys  # gathered from ranks they are two
+    weights = {key: weight.float() for key, weight in weights.items() if key not in tied}
+    model, moments = dcp_state.get_state_dict(policy, optimizer)
+    with one_line(f"step {step} is not saved: mend it, then --resume {run_dir}"):
+        if dist.get_rank() == 0:
+            policy.model.save_pretrained(unfinished, state_dict=weights)
+            tokenizer.save_pretrained(unfinished)
+            shutil.rmtree(checkpoint, ignore_errors=True)
+            unfinished.rename(checkpoint)
+        dcp.save({"model": model, "optimizer": moments}, checkpoint_id=unfinished_state)
+        if dist.get_rank() == 0:
+            unfinished_state.rename(state)  # last: what a kill cuts short is done again
+            for older in sorted(state.parent.glob("[0-9]*"))[:-1]:
+                shutil.rmtree(older)
 
 
 def end_run(args, progress, stop_signals):
-    """Close what was opened and print the summary; after a signal exit as shells count, so that a && b stops there."""
+    """Print what improved and how to go on; after a signal exit as shells expect it."""
     progress.close()
     wandb.finish()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    metrics = Path(args.run_dir, "metrics.jsonl")
-    if is_rank_0() and metrics.exists() and metrics.stat().st_size:
-        print_summary(args)
-    if dist.is_initialized() and not dist.is_torchelastic_launched():
-        dist.destroy_process_group()  # that of one
+    if dist.get_rank() == 0:
+        lines = [json.loads(line) for line in Path(args.run_dir, "metrics.jsonl").read_text().splitlines()]
+        print(f"\n{lines[-1]['step']} steps in {sum(line.get('perf/step_seconds', 0) for line in lines):.0f} s")
+        for name in [name for name in lines[0] if name.startswith("eval/")]:
+            evaluated = [line[name] for line in lines if name in line]
+            print(f"{name[5:]:15} {evaluated[0]:.3f} -> {evaluated[-1]:.3f}")
+        if Path(args.run_dir, "checkpoint").exists():
+            python = f"torchrun --nproc-per-node {ranks}" if (ranks := dist.get_world_size()) > 1 else "python"
+            print(f"checkpoint      {args.run_dir}/checkpoint, for --model and from_pretrained")
+            steps = args.num_steps if lines[-1]["step"] < args.num_steps else 2 * args.num_steps
+            print(f"to go on        {python} {sys.argv[0]} --resume {args.run_dir} --num-steps {steps}")
+    dist.destroy_process_group()
     if stop_signals:
         raise SystemExit(128 + stop_signals[0])
 
 
-def print_summary(args):
-    """Print what improved, how fast, where the checkpoint is and how to go on."""
-    lines = [json.loads(line) for line in Path(args.run_dir, "metrics.jsonl").read_text().splitlines()]
-    print_work(args, lines, lines[-1]["step"] * args.minibatch_size, "rows")
-    names = {"eval/loss": "held-out loss, in nats a token"}
-    print_ends(args, lines, names, "which --model and from_pretrained load")
-
-
-def print_work(args, lines, count, kind):
-    """Print how much was done, and how fast; with --num-steps 0, that the model was evaluated and that is all."""
-    seconds = sum(line.get("perf/step_seconds", 0.0) for line in lines)
-    rate = count / max(seconds, 1e-9)
-    done = f"{lines[-1]['step']} steps in {seconds:.0f} s: {count} {kind}, {rate:.0f} a second"
-    print(f"\n{done}" if args.num_steps else f"\n{args.model or 'the new model'}: evaluated only, with --num-steps 0")
-
-
-def print_ends(args, lines, names, use):
-    """Print metrics of the first evaluation and of the last, where the checkpoint is, and the command that goes on."""
-    width = max([16, *(len(name) + 1 for name in names.values())])
-    for key, name in names.items():
-        found = [f"{line[key]:.3f} (step {line['step']})" for line in lines if key in line]
-        if found:
-            print(f"{name:{width}}{' -> '.join(found[:1] + found[1:][-1:])}")
-    if not saved_steps(args.run_dir):
-        if args.num_steps:
-            print("nothing was trained or saved: there is nothing to go on from")
-        return
-    print(f"checkpoint      {Path(args.run_dir, 'checkpoint')}, {use}")
-    more = f" --num-steps {2 * args.num_steps}" if lines[-1]["step"] >= args.num_steps else ""
-    print(f"to go on        {entry_command()} --resume {shlex.quote(str(Path(args.run_dir)))}{more}")
-    if Path(sys.argv[0]).name != Path(__file__).name:
-        print("                or, where that takes no flags, main(Args(resume=...))")
-
-
 if __name__ == "__main__":
-    main(parse_args())
+    main(tyro.cli(Args))

@@ -38,6 +38,7 @@ def run(objective, seed, folder):
 
     microbatches, policy_loss, part = cispo.microbatches, cispo.policy_loss, {}
     counts, tokenizer = collections.defaultdict(lambda: [0] * 5), cispo.load_tokenizer(cispo.MODEL)
+    largest = [1.0]  # ratios
 
     def remembered(*args):
         for microbatch in microbatches(*args):
@@ -45,7 +46,9 @@ def run(objective, seed, folder):
             yield microbatch
 
     def loss(logprobs, old_logprobs, advantages, completion_mask, *rest):
-        mask = (completion_mask == 1) & (advantages != 0).unsqueeze(1)
+        whole = completion_mask.bool()
+        largest.append(torch.where(whole, logprobs - old_logprobs, 0.0).exp().max().item())
+        mask = whole & (advantages != 0).unsqueeze(1)
         ratio, sign = (
             (logprobs - old_logprobs).exp().detach()[mask],
             advantages.sign().unsqueeze(1).expand_as(mask)[mask],
@@ -60,11 +63,10 @@ def run(objective, seed, folder):
                 counts[name] = [a + b for a, b in zip(counts[name], found)]
         total, metrics = policy_loss(logprobs, old_logprobs, advantages, completion_mask, *rest)
         if objective in RANGES:
-            mask, log_ratio = completion_mask.bool(), torch.where(completion_mask.bool(), logprobs - old_logprobs, 0.0)
             low, high = RANGES[objective]
-            ratio, advantages = log_ratio.exp(), advantages.unsqueeze(1)
+            ratio, advantages = torch.where(whole, logprobs - old_logprobs, 0.0).exp(), advantages.unsqueeze(1)
             surrogate = torch.min(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
-            total = -torch.where(mask, surrogate, 0.0).sum()  # the sampler's weight is 1 on a CPU
+            total = -torch.where(whole, surrogate, 0.0).sum()  # the sampler's weight is 1 on a CPU
         return total, metrics
 
     cispo.microbatches, cispo.policy_loss = remembered, loss
@@ -76,7 +78,7 @@ def run(objective, seed, folder):
     found = {"accuracy": found["greedy accuracy"], "pass@1": lines[-1]["eval/pass@1"], "first at 0.9": first}
     found |= {"lowest after": min(line["eval/accuracy"] for line in evaluations if line["step"] >= (first or 0))}
     found |= {"entropy": statistics.mean(line["policy/entropy"] for line in lines[-5:])}
-    return found | {"largest ratio": max(line["policy/ratio_max"] for line in lines[1:]), "counts": counts}
+    return found | {"largest ratio": max(largest), "counts": counts}
 
 
 def lost_to(ratio, sign, low, high):

@@ -34,7 +34,7 @@ OLD_OF_SAMPLER = [
     ('logprobs.detach() if on_policy else part["old_logprobs"]', 'part["old_logprobs"]'),
 ]
 CENTRED = "advantages = groups - groups.mean(1, keepdim=True)"
-VALUES = "values = (token_values(self.value_model, *inputs) - self.score_mean) / self.score_std"
+VALUES = "values = (token_values(self.value_model, *inputs[:4]) - self.score_mean) / self.score_std"
 NO_TOOL = ('return str(int(call[1]) + int(call[2])) if call else ""', 'return ""')
 TOOL_TRAINED = [
     ('part["action_mask"],\n            args.clip_eps', 'part["completion_mask"],\n            args.clip_eps'),
@@ -147,7 +147,8 @@ DETAILS = {
                     "torch.where(mask.any(1), sequence_loss, 0.0).sum()",
                     "(torch.where(mask, sequence_loss, 0.0).sum(1) / lengths).sum()",
                 ),
-                ("torch.where(mask.any(1), ratio, 0.0)", "torch.where(mask, ratio, 0.0)"),
+                ("lengths * ((ratio <", "mask * ((ratio <"),
+                ("lengths * ((ratio >", "mask * ((ratio >"),
             ],
         ),
         "product of the ratios": (
@@ -165,21 +166,18 @@ DETAILS = {
             "",
             [
                 (
-                    "logprobs.sum(1).chunk(2)",
-                    '(logprobs.sum(1) / torch.cat([part["chosen_mask"], part["rejected_mask"]]).sum(1)).chunk(2)',
+                    "logprobs.sum(1).view(2, -1)",
+                    "(logprobs.sum(1) / completions[1].sum(1).clamp(min=1)).view(2, -1)",
                 )
             ],
         ),
         "no reference": (
             "",
-            [
-                ('        part["ref_chosen"],', '        0.0 * part["ref_chosen"],'),
-                ('        part["ref_rejected"],', '        0.0 * part["ref_rejected"],'),
-            ],
+            [('*part["ref_logprobs"].unbind(1)', '*(0.0 * part["ref_logprobs"]).unbind(1)')],
         ),
         "stop token not appended": (
             "",
-            [("(ids if ids[-1:] == [stop_id] else [*ids, stop_id] for ids in encoded)", "encoded")],
+            [("(ids if ids[-1] == stop_id else [*ids, stop_id] for ids in encoded)", "encoded")],
         ),
         "--beta 0.1": ("--beta 0.1", []),
         "--label-smoothing 0.1": ("--label-smoothing 0.1", []),
@@ -198,7 +196,7 @@ DETAILS = {
                     "load_reward_model(scorer, scorer_tokenizer, args.lora_rank, is_new)",
                     "load_reward_model(args.model, tokenizer, args.lora_rank)",
                 ),
-                (VALUES, "values = token_values(self.value_model, *inputs)"),
+                (VALUES, "values = token_values(self.value_model, *inputs[:4])"),
             ],
         ),
         "KL in the loss": (
@@ -214,7 +212,10 @@ DETAILS = {
         ),
         "score not normalised": (
             "",
-            [("policy.score_mean, policy.score_std = load_normalization(", "_ = load_normalization(")],
+            [
+                ("policy.score_mean.fill_(mean)", "policy.score_mean.fill_(0.0 * mean)"),
+                ("policy.score_std.fill_(max(variance**0.5, 1e-6))", "policy.score_std.fill_(1.0)"),
+            ],
         ),
         "--gae-lambda 1": ("--gae-lambda 1", []),
         "no clipping of values": ("--value-clip-eps 1000", []),
@@ -231,7 +232,7 @@ DETAILS = {
                     "last = hidden[torch.arange(len(hidden), device=hidden.device), lengths - 1]",
                     "last = hidden[torch.arange(len(hidden), device=hidden.device), lengths - 2]",
                 ),
-                ("if not torch.allclose(ours, theirs.float(), atol=1e-2):", "if False:"),  # the script refuses this
+                ("if not abs(ours - theirs) < 0.01:", "if False:"),  # the script refuses this
             ],
         ),
         "score read at the last column, padding or not": (
@@ -243,10 +244,10 @@ DETAILS = {
     },
     "sft": {
         AS_IT_IS: ("", []),
-        "stop token not trained": ("", [("not is_prompt and k <= stop for k", "not is_prompt and k < stop for k")]),
+        "stop token not trained": ("", [("len(before) <= k <= stop for k", "len(before) <= k < stop for k")]),
         "prompt trained too": (
             "--max-completion-length 80",
-            [("not is_prompt and k <= stop for k", "(k > 0 if is_prompt else k <= stop) for k")],
+            [("len(before) <= k <= stop for k", "0 < k <= stop for k")],
         ),
         "mean of the rows' means": (
             "",
@@ -405,7 +406,8 @@ def held_out_pairs(checkpoint):
     lengths = args.max_prompt_length, args.max_completion_length, args.eval_prompts
     pairs = dpo.load_pairs(args.dataset, tokenizer, "", *lengths, dpo.find_turn_end(tokenizer))[1]
     policy, ref = (dpo.LogprobModel(dpo.load_model(str(name), tokenizer)[0]) for name in (checkpoint, args.model))
-    dpo.add_reference(ref, pairs, checkpoint.parent / "reference_pairs.json", 0, 0, args, 0, 1)
+    for pair, *logprobs in zip(pairs, *dpo.look_up_pairs(dpo.pair_logprobs, ref, pairs, 0, args, 0, 1).tolist()):
+        pair["ref_logprobs"] = logprobs
     found = dpo.evaluate_pairs(policy, pairs, 0, args, 0, 1)
     names = {
         "pair accuracy": "accuracy",

@@ -90,11 +90,12 @@ def check_numbers(job):
     import torch
 
     grpo, size = importlib.import_module("grpo"), SIZES[job["size"]]
-    policy, sampler, device = build(job)
+    policy, device = build(job)
     torch.manual_seed(1)
     ids, mask = make_prompts(8, device)
-    with torch.no_grad():
+    with grpo.gathered(policy) as sampler:
         sampled = grpo.generate(sampler, ids, mask, size["tokens"], 1.0, [], 0, with_logprobs=True)
+    with torch.no_grad():
         completion_ids, completion_mask, sampler_logprobs = sampled
         logprobs, _ = policy(ids, mask, completion_ids, completion_mask, 1.0)
     difference = logprobs - sampler_logprobs
@@ -106,15 +107,15 @@ def check_numbers(job):
             yield what, kl, "under 1e-3", kl < 1e-3
             yield "... difference, mean of its size", part.abs().mean().item(), "", None
             yield "... difference, largest", part.abs().max().item(), "under 0.5", part.abs().max().item() < 0.5
-    yield from check_greedy(grpo, sampler, ids, mask, min(64, size["tokens"]))
+    yield from check_greedy(grpo, policy, ids, mask, min(64, size["tokens"]))
     yield from check_learning(grpo, policy, ids, mask, sampled, min(64, size["tokens"]))
 
 
-def check_greedy(grpo, sampler, ids, mask, tokens):
+def check_greedy(grpo, policy, ids, mask, tokens):
     """Where greedy decoding through the cache and a forward without one differ, the two tokens must be near a tie."""
     import torch
 
-    with torch.no_grad():
+    with torch.no_grad(), grpo.gathered(policy) as sampler:
         completions = grpo.generate(sampler, ids, mask, tokens, 0.0, [], 0)[0]
         whole = torch.cat([mask, torch.ones_like(completions)], 1)
         positions = (whole.cumsum(1) - 1).clamp(min=0)
@@ -217,22 +218,23 @@ def read_metrics(run_dir):
 def time_rollout(job):
     """Tokens a second of generate and of transformers' own, and the peak of the first against the formulas."""
     grpo, size, rates, formulas = importlib.import_module("grpo"), SIZES[job["size"]], {}, {}
-    _, sampler, device = build(job, with_policy=False)
+    policy, device = build(job, trained=False)
     for rows in size["rows"]:
-        formulas[rows] = rollout_formula(sampler.config, rows, 16, size["tokens"])
+        formulas[rows] = rollout_formula(policy.model.config, rows, 16, size["tokens"])
         if formulas[rows] > 0.94e9 * gpu_gb():
             yield f"{rows} rows x {size['tokens']}", "not run: too little memory", "", None
             continue
         ids, mask = make_prompts(rows, device, copies=8 if rows % 8 == 0 else 1)
 
         def ours(tokens, ids=ids, mask=mask):
-            grpo.generate(sampler, ids, mask, tokens, 1.0, [], 0, with_logprobs=True)
+            with grpo.gathered(policy) as sampler:
+                grpo.generate(sampler, ids, mask, tokens, 1.0, [], 0, with_logprobs=True)
 
         seconds, peak = timed(ours, size["tokens"], device)
         rates[rows] = rows * size["tokens"] / seconds
         yield f"{rows} rows x {size['tokens']}: tokens a second", rates[rows], "", None
         yield from compare_peak("... peak", peak, formulas[rows])
-    sampler = None
+    policy = None
     free(device)
     yield from time_peer(job, [rows for rows in size["rows"] if rows in rates], rates, size, device)
 
@@ -257,7 +259,7 @@ def time_peer(job, all_rows, rates, size, device):
 
 
 def rollout_formula(config, rows, prompt_length, tokens):
-    """What tools/memory.py says of a rollout: the sampler, its cache and what works on it."""
+    """What tools/memory.py says of a rollout of a frozen model: its weights, its cache and what works on it."""
     memory = load_memory()
     given = {"prompts_per_step": max(1, rows // 8), "group_size": min(8, rows), "eval_prompts": 0}
     given |= {"max_prompt_length": prompt_length, "max_completion_length": tokens}
@@ -308,27 +310,29 @@ def time_training(job):
         yield "update: model FLOP utilisation", tokens * flops / seconds / job["peak_tflops"] / 1e12, "", None
     rows = memory.account(config, fit)
     left_out = sum(row[2] for row in rows if row[0] == "reward model")  # --reward-model none has none
-    if len(peaks) >= 4:
-        yield from compare_peak("peak of the rollout", peaks[-3], rows[-1][1] - left_out)
-    peaks = peaks or [torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None]
-    last = max((peak for peak in peaks[-2:] if peak), default=None)
+    last = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+    if peaks:
+        yield from compare_peak("peak of the rollout", peaks[-1], rows[-1][1] - left_out)
     yield from compare_peak("peak of the update", last, rows[-1][2] - left_out)
 
 
 def watch_peaks(script):
-    """A list that gets the peak of every phase, at whose ends the script reads the clock; dpo.py reads none."""
+    """A list that gets the peak of every rollout; what is measured afterwards is that of all since the last one."""
     import torch
 
-    peaks, cuda, read_clock = [], torch.cuda.is_available(), getattr(script, "read_clock", None)
+    peaks, gathered = [], script.gathered
 
-    def read_clock_and_peak():
-        seconds = read_clock()
-        peaks.append(torch.cuda.max_memory_allocated() if cuda else None)
-        if cuda:
+    @contextlib.contextmanager
+    def watched(policy):
+        if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
-        return seconds
+        with gathered(policy) as sampler:
+            yield sampler
+        peaks.append(torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None)
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
 
-    script.read_clock = read_clock_and_peak
+    script.gathered = watched
     return peaks
 
 
@@ -401,15 +405,12 @@ def make_model(folder, size):
         shutil.copy(ROOT / "models" / "tiny" / name, folder)
 
 
-def build(job, with_policy=True):
-    """The policy and the sampler of grpo.py, as its main makes them, and the device."""
-    import torch
-
+def build(job, trained=True):
+    """The policy of grpo.py, as its main makes it, or as it makes the reference, and the device."""
     grpo = importlib.import_module("grpo")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    _, _, device = grpo.init_ranks()
     model, _ = grpo.load_model(job["model"], grpo.load_tokenizer(job["model"]))
-    sampler = grpo.make_sampler(model, device, "bfloat16")
-    return grpo.shard(grpo.LogprobModel(model).train(), device, "bfloat16") if with_policy else None, sampler, device
+    return grpo.shard(grpo.LogprobModel(model.requires_grad_(trained)), device, "bfloat16"), device
 
 
 def make_prompts(rows, device, copies=1):

@@ -146,15 +146,16 @@ def load_grpo(size):
     return grpo
 
 
-# ---- the two sides: each returns a list of {rollout, update, length_mean, length_max}, peak GiB
+# ---- the two sides: each returns a list of {rollout, update, length_mean}, peak GiB
 
 
 def run_ours(job):
-    """Train with grpo.py; its own metrics have the times and the peak memory."""
+    """Train with grpo.py; its own metrics have the times."""
     settings, grpo = job["settings"], load_grpo(job["size"])
     names = "prompts_per_step group_size max_prompt_length max_completion_length minibatch_size microbatch_tokens"
     names = f"{names} learning_rate warmup_steps".split()
     run_dir = Path(job["folder"]) / f"run_{job['seed']}"
+    grpo.save = lambda *_: None  # the peak is that of training
     grpo.main(
         grpo.Args(
             **{name: settings[name] for name in names},
@@ -166,7 +167,6 @@ def run_ours(job):
             max_grad_norm=MAX_GRAD_NORM,
             num_steps=1 + job["steps"],
             eval_prompts=0,
-            save_every=10**9,
             run_dir=str(run_dir),
             seed=job["seed"],
         )
@@ -180,10 +180,9 @@ def run_ours(job):
                 "rollout": line["perf/rollout_seconds"],
                 "update": line["perf/logprob_seconds"] + line["perf/update_seconds"],
                 "length_mean": line["rollout/length_mean"],
-                "length_max": line["rollout/length_max"],
             }
         )
-    return steps, lines[-1]["perf/peak_memory_gib"]
+    return steps, peak_gib()
 
 
 def run_trl(job):
@@ -219,8 +218,7 @@ def run_trl(job):
             start = time.perf_counter()
             result = super()._generate(prompts)
             steps[-1]["rollout"] += time.perf_counter() - start
-            lengths = [len(ids) for ids in result[1]]
-            steps[-1] |= {"length_mean": statistics.mean(lengths), "length_max": max(lengths)}
+            steps[-1]["length_mean"] = statistics.mean(len(ids) for ids in result[1])
             return result
 
         def _calculate_rewards(self, *args):
@@ -341,7 +339,6 @@ def summarize(size, runs):
             "peak_gib": statistics.median(run["peak_gib"] for run in mine),
             "tokens_per_second": tokens / sum(step["rollout"] + step["update"] for step in steps),
             "length_mean": statistics.mean(step["length_mean"] for step in steps),
-            "length_max": statistics.mean(step["length_max"] for step in steps),
             "timed_steps": len(steps),
         }
     summary["ratio"] = {key: summary["ours"][key] / summary["trl"][key] for key in summary["ours"]}
@@ -357,7 +354,6 @@ def table(results):
         "peak_gib": "peak memory, GiB",
         "tokens_per_second": "completion tokens per second",
         "length_mean": "completion length, mean",
-        "length_max": "completion length, longest of a step",
     }
     lines = ["| size | | grpo.py | TRL | grpo.py / TRL |", "|---|---|---:|---:|---:|"]
     for size, result in results.items():

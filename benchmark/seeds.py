@@ -34,7 +34,6 @@ def main(script, seeds):
                 "pass@1 before": lines[0]["eval/pass@1"],
                 "pass@1 after": lines[-1]["eval/pass@1"],
                 "training seconds": sum(line.get("perf/step_seconds", 0.0) for line in lines),
-                "evaluation seconds": sum(line.get("perf/eval_seconds", 0.0) for line in lines),
                 "length before": lines[1]["rollout/length_mean"],
                 "length after": lines[-1]["rollout/length_mean"],
             }

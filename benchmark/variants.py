@@ -41,33 +41,27 @@ TABLES = {
 
 def run_crude(bits, weighted, flags):
     """Train grpo.py with a sampler whose weights are rounded to bits."""
-    import torch
+    import tyro
 
     sys.path.insert(0, str(ROOT))
     import grpo
 
-    sync, evaluate, loss = grpo.sync_sampler, grpo.evaluate, grpo.policy_loss
+    whole_rollout, whole_loss = grpo.rollout, grpo.policy_loss
 
-    def sync_sampler(policy, sampler):
-        sync(policy, sampler)
-        with torch.no_grad():
-            for weight in sampler.parameters():
-                if weight.ndim > 1:
-                    step = weight.abs().amax(1, keepdim=True).clamp(min=1e-12) / (2 ** (bits - 1) - 1)
-                    weight.copy_((weight / step).round() * step)
-
-    def make_sampler(model, *_):
-        make_sampler.trained = model
-        return copy.deepcopy(model)
+    def rollout(model, tokenizer, prompts, num_samples, *rest):
+        if num_samples > 1:  # evaluations, of one greedy completion, are of the policy itself
+            model = copy.deepcopy(model)
+            for weight in (weight for weight in model.parameters() if weight.ndim > 1):
+                step = weight.data.abs().amax(1, keepdim=True).clamp(min=1e-12) / (2 ** (bits - 1) - 1)
+                weight.data = (weight.data / step).round() * step
+        return whole_rollout(model, tokenizer, prompts, num_samples, *rest)
 
     def policy_loss(*inputs):
         *inputs, sampler_logprobs, cap = inputs
-        return loss(*inputs, sampler_logprobs if weighted else None, cap)
+        return whole_loss(*inputs, sampler_logprobs if weighted else None, cap)
 
-    grpo.sync_sampler, grpo.make_sampler, grpo.policy_loss = sync_sampler, make_sampler, policy_loss
-    grpo.evaluate = lambda _sampler, *rest: evaluate(make_sampler.trained, *rest)
-    sys.argv = ["grpo.py", *flags]
-    grpo.main(grpo.parse_args())
+    grpo.rollout, grpo.policy_loss = rollout, policy_loss
+    grpo.main(tyro.cli(grpo.Args, args=flags))
 
 
 def run(command, seed):

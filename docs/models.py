@@ -14,15 +14,30 @@ Written by `python docs/models.py` from the table of `tests/test_architectures.p
 These {count} architectures (`model_type` in config.json) train. Of each a small random model was compared, on a CPU,
 with its own forward pass of each sequence alone: log-probabilities and gradients of padded batches, and samples of
 padded groups whose rows finish at different times. Sparse attention (`index_topk`) was compared where it still keeps
-all tokens. Others may train as well: at start every script compares on one prompt, and ends in one line where it finds
-a difference. Models that also read images are trained on text alone.
+all tokens. Others may train as well: at start every script compares sampling with training on beginnings of one prompt,
+and ends in one line where it finds a difference. Models that also read images are trained on text alone.
 
-In bfloat16 (`--precision`) `minimax` fails in its own code, and `zamba` and `zamba2`, whose blocks share weights, are
-refused; on several processes the latter two are, too. `--lora-rank` needs weights in linear layers: experts that are
-held together, and GPT-2's layers, are refused."""
+`zamba` and `zamba2`, whose blocks share weights, train in float32 on one process only, and are not tested.
+`--lora-rank` needs weights in linear layers: experts that are held together, and GPT-2's layers, get no adapters, and a
+model without any linear layer in its blocks is refused."""
 SCORED = """
 `reward_model.py`, and the value and reward models of `ppo_rlhf.py`, need a sequence classification class. transformers
 has no such class for """
+REFUSAL = """
+## Refused
+
+The check at the start ends the run in one line. The first of these have a cache that sampling cannot use, since prompts
+of a batch are padded, groups share a prompt and finished rows leave; the others a head or a body that the scripts do
+not reproduce.
+
+| architecture | in the line |
+|---|---|"""
+TEMPLATES = """
+## Chat templates without a system message
+
+Those of Gemma 1 and 2 and of some Mistral models refuse one. With the default `--system-prompt` of real models the run
+then ends in one line with the template's own words: give `--system-prompt ""`, and put what is to be said into the
+prompts."""
 
 
 def render(trained, refused):
@@ -31,10 +46,9 @@ def render(trained, refused):
     text = [HEAD.format(version=transformers.__version__, count=len(every))]
     for title, group in trained.items():
         text += ["", f"**{title}**: {names(group)}."]
-    text += [f"{SCORED}{names(every - set(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES))}.", "", "## Refused", ""]
-    text += ["| architecture | the line |", "|---|---|"]
+    text += [f"{SCORED}{names(every - set(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES))}.", REFUSAL]
     text += [f"| `{name}` | {line} |" for name, (_, line) in refused.items()]
-    return "\n".join(text) + "\n"
+    return "\n".join([*text, TEMPLATES]) + "\n"
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ Docstrings and help texts are left out of the comparison; the papers' formulas a
 """
 
 import ast
+import dataclasses
 import difflib
 import importlib
 import sys
@@ -44,6 +45,7 @@ NOTES = {
         "A truncated completion counts as wrong, as in the authors' code.",
         "Without KL term, a row of zero advantage has no gradient at all.",
         "No reference model.",
+        "The reward that training sees.",
     ],
     "dapo": [
         "Sizes: with two rounds a step, 20 steps sample about what the others sample in 40. The most rounds of dynamic "
@@ -72,7 +74,6 @@ NOTES = {
         "Eq. 5 and 7: one ratio per completion, the geometric mean of its tokens' ratios, and one clip per completion. "
         "The sampler's weight is such a mean, too: unclipped, weight times ratio is eq. 7 against what sampled.",
         "What policy_loss takes.",
-        "The completions over which clip fractions are averaged.",
         "No reference model.",
         "Without KL term, a row of zero advantage has no gradient at all.",
         "No reference model.",
@@ -102,6 +103,7 @@ NOTES = {
         "rollout/live counts completions with an advantage at any token.",
     ],
     "grpo_tools": [
+        "To say that a tool failed.",
         "No KL term. How much of a text the tool sees, and may say.",
         "The tool; its reply as token ids, whatever it does; and what `generate` tells every draw, which writes "
         "replies over the draws that follow, with the log-probability −inf.",
@@ -195,8 +197,7 @@ Two more are GRPO but for these rows:
 """
 FOOT = """
 π is π_θ(oᵢₜ), r the ratio π_θ / π_old of a token, s that of a completion, L `--max-completion-length`; sums are over
-completions i and their tokens t. On a GPU, and under `torchrun`, a copy of the policy for sampling comes to the models
-in memory.
+completions i and their tokens t.
 
 | | SFT | reward model | DPO | PPO |
 |---|---|---|---|---|
@@ -223,8 +224,10 @@ prompt."""
 
 def updates_per_rollout(script, real):
     """The optimizer steps that a script makes of each rollout by default."""
-    defaults = {name: values[real] for name, values in importlib.import_module(script).DEFAULTS.items()}
-    completions = defaults["prompts_per_step"] * (1 if script == "ppo_rlhf" else 8)
+    kind = "real" if real else "embedded"
+    settings = dataclasses.fields(importlib.import_module(script).Args)
+    defaults = {setting.name: setting.metadata.get(kind, setting.default) for setting in settings}
+    completions = defaults["prompts_per_step"] * defaults.get("group_size", 1)
     return completions // defaults.get("minibatch_size", completions) * defaults.get("update_epochs", 1)
 
 

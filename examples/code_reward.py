@@ -77,4 +77,4 @@ if __name__ == "__main__":
     import grpo
 
     grpo.is_right, grpo.reward_fn, grpo.score_completions = is_right, reward_fn, score_completions
-    grpo.main(grpo.parse_args())
+    grpo.main(grpo.tyro.cli(grpo.Args))

@@ -35,7 +35,7 @@ def score_completions(completions, rows, accuracy_weight=0.8, format_weight=0.2)
     formatted = [has_format(completion) for completion in completions]
     rewards = [accuracy_weight * one + format_weight * other for one, other in zip(right, formatted)]
     accuracy, form, reward = (sum(values) / len(completions) for values in (right, formatted, rewards))
-    if grpo.is_rank_0():
+    if grpo.dist.get_rank() == 0:
         tqdm.write(f"accuracy {accuracy:.3f}, format {form:.3f}, reward {reward:.3f} of {len(completions)} completions")
     return rewards
 
@@ -43,4 +43,4 @@ def score_completions(completions, rows, accuracy_weight=0.8, format_weight=0.2)
 grpo.score_completions = score_completions
 
 if __name__ == "__main__":
-    grpo.main(grpo.parse_args())
+    grpo.main(grpo.tyro.cli(grpo.Args))

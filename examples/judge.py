@@ -24,17 +24,17 @@ QUESTION = "{}\n\nAnswer A:\n{}\n\nAnswer B:\n{}\n\nWhich of the two answers to 
 def read_pair(row, tokenizer, given):
     """Return a pair and what is asked about it, once or in both orders, in the form that dpo.py has pairs in."""
     prompt, *texts = dpo.split_pair(row, tokenizer.chat_template is not None)
-    said = "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in dpo.as_messages(prompt, "prompt"))
+    said = prompt if isinstance(prompt, str) else "\n\n".join(f"{t['role']}: {t['content']}" for t in prompt or [])
     prompts, ends, stop = [prompt], texts, [dpo.find_turn_end(tokenizer)]
     if given.by == "chat":
         prompts, ends, stop = [QUESTION.format(said, *order) for order in (texts, texts[::-1])], "AB", []
     a, b = (tokenizer(text, add_special_tokens=False)["input_ids"] + stop for text in ends)
     if not said or not all(map(str.strip, texts)) or texts[0] == texts[1] or a == b:
-        return None, "dropped: no prompt, an empty answer, or two that are the same to the tokenizer, as may be A and B"
+        return "no prompt, an empty answer, or two that are the same to the tokenizer, as may be A and B"
     asked = [{"prompt_ids": dpo.encode_prompt(tokenizer, p, ""), "chosen_ids": a, "rejected_ids": b} for p in prompts]
     if max(sum(map(len, pair.values())) for pair in asked) > given.max_length:
-        return None, f"dropped, of more than {given.max_length} tokens in all"
-    return {"prompt": prompt, "texts": texts, "kind": row.get("kind"), "asked": asked}, None
+        return f"more than {given.max_length} tokens in all"
+    return {"prompt": prompt, "texts": texts, "kind": row.get("kind"), "asked": asked}
 
 
 @torch.no_grad()
@@ -53,7 +53,7 @@ def main(given):
     tokenizer = dpo.load_tokenizer(given.model)
     rows, _, report = dpo.load_rows(given.dataset, 0, lambda row: read_pair(row, tokenizer, given))
     model, asked = dpo.load_model(given.model, tokenizer)[0], [pair for row in rows for pair in row["asked"]]
-    dpo.check_model(model, asked[0]["prompt_ids"], max(len(p["prompt_ids"]) for p in asked), generates=False)
+    dpo.check_model(model, asked[0]["prompt_ids"], max(sum(map(len, pair.values())) for pair in asked))
     policy = dpo.LogprobModel(model.to("cuda" if torch.cuda.is_available() else "cpu"))
     margins = compare(policy, asked, tokenizer.pad_token_id or 0).view(len(rows), -1)  # (N, 1), by chat (N, 2)
     if given.by == "chat":  # log odds of A, first where the chosen completion is A, then where it is B
@@ -64,7 +64,7 @@ def main(given):
     pairs = [{"prompt": r["prompt"], "chosen": r["texts"][m < 0], "rejected": r["texts"][m > 0]} for r, m in decided]
     Path(given.out).parent.mkdir(parents=True, exist_ok=True)
     Path(given.out).write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    print(f"{report.splitlines()[0]}; written: {given.out}, {len(decided)} pairs; the judge agrees with the label in")
+    print(f"{report[0]}; written: {given.out}, {len(decided)} pairs; the judge agrees with the label in")
     for kind in ("all", *sorted({row["kind"] for row in rows} - {None})):
         agrees = [margin > 0 for row, margin in decided if kind in ("all", row["kind"])]
         print(f"{sum(agrees) / max(1, len(agrees)):.3f} of {len(agrees)}  {kind}")

@@ -20,7 +20,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 from collections import Counter
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -33,6 +32,7 @@ PAIRED = ("reward_model", "dpo")
 ALL = (*PROMPTED, *PAIRED, "sft")
 KINDS = ("clear", "misleading", "traceback", "silent")
 LIMIT = 90  # seconds a case
+ABSENT = "no such|no model|no (json|whole)|not there|cannot be loaded"
 OVERLONG = "x" * 300  # of a name, which the line that names it may have whole
 SMALL = {"num_steps": 1, "prompts_per_step": 2, "group_size": 2, "minibatch_size": 2, "max_completion_length": 8}
 SMALL |= {"eval_prompts": 2, "overlong_buffer": 2, "warmup_steps": 0}
@@ -79,30 +79,23 @@ def reads(script):
 
 
 def write(path, content):
+    """Write a file of bytes, a text or rows; or a folder of these by name."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if isinstance(content, bytes):
-        path.write_bytes(content)
-    else:
-        path.write_text(content if isinstance(content, str) else lines(content))
+    for name, inner in content.items() if isinstance(content, dict) else ():
+        write(path / name, inner)
+    if not isinstance(content, dict):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = lines(content) if isinstance(content, list) else content
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
-def files(**contents):
-    """A preparation that writes these files, dots in whose names are two underscores, and gives no settings."""
-
-    def prepare(_):
-        for name, content in contents.items():
-            write(name.replace("__", "."), content)
-
-    return prepare
-
-
-def dataset(name, content):
-    """A preparation that writes one file and gives it as --dataset."""
+def dataset(path, content, name="dataset"):
+    """A preparation that writes one file or folder, if there is a content, and gives it as --dataset."""
 
     def prepare(_):
-        write(name, content)
-        return {"dataset": name.partition("/")[0]}
+        if content is not None:
+            write(path, content)
+        return {name: path.partition("/")[0] if path.startswith("folder") else path}
 
     return prepare
 
@@ -142,7 +135,11 @@ def numeric_fields(script, root):
 POSITIVE = {"prompts_per_step", "group_size", "max_prompt_length", "max_completion_length", "minibatch_size"}
 POSITIVE |= {"microbatch_tokens", "update_epochs", "max_rounds", "eval_every", "save_every", "temperature", "beta"}
 POSITIVE |= {"learning_rate", "value_learning_rate", "max_grad_norm", "sampler_weight_cap"}
-SIGNED = {"min_reward"}
+
+
+def unscored(script):
+    """Settings without a reward model."""
+    return {"reward_model": "none"} if script == "ppo_rlhf" else {}
 
 
 def flag(name):
@@ -156,76 +153,69 @@ def setting_cases(root):
         for name, is_float in numeric_fields(script, root):
             values = [math.nan] if is_float else []
             if name not in seen:
-                values += [math.inf] * is_float + [-1.0 if is_float else -1] * (name not in SIGNED)
+                values += [math.inf] * is_float + [-1.0 if is_float else -1]
                 values += [0] * (name in POSITIVE)
             seen.add(name)
             for value in values:
-                words = (flag(name), "must be|must not|at least|finite|number")
-                yield Case(script, "settings", f"{flag(name)} {value}", words, {name: value})
-    at = {script: {} for script in ALL}
+                yield setting(script, name, value, "must be|must not|at least|finite|number")
     for script in ("grpo", "dr_grpo", "dapo", "gspo", "ppo_rlhf"):  # reinforce has one step a rollout
-        at[script] |= {"minibatch_size": (3, ("--minibatch-size 3", "multiple"))}
+        yield setting(script, "minibatch_size", 3, "3", "divide")
     for script in ONLINE:
-        at[script] |= {"group_size": (1, ("--group-size 1", "at least 2"))}
-    at["dapo"] |= {"overlong_buffer": (99, ("--overlong-buffer 99", "--max-completion-length"))}
-    at["ppo_rlhf"] |= {"gamma": (1.5, ("--gamma", "at most 1")), "gae_lambda": (1.5, ("--gae-lambda", "at most 1"))}
-    at["dpo"] |= {"label_smoothing": (0.6, ("--label-smoothing", "0.5"))}
-    for script, changes in at.items():
-        for name, (value, words) in changes.items():
-            yield Case(script, "settings", f"{flag(name)} {value}", words, {name: value})
-        too_long = {"max_prompt_length": 400, "max_completion_length": 400}
-        if script not in ("sft", *PAIRED):  # there the data says how long it is
-            words = ("--max-completion-length", "context", "256")
-            yield Case(script, "settings", "context too short", words, too_long)
+        yield setting(script, "group_size", 1, "1", "at least 2")
+    for script, name, value, *words in (
+        ("dapo", "overlong_buffer", 99, "99", "--max-completion-length"),
+        ("ppo_rlhf", "gamma", 1.5, "at most 1"),
+        ("ppo_rlhf", "gae_lambda", 1.5, "at most 1"),
+        ("dpo", "label_smoothing", 0.6, "0.5"),
+    ):
+        yield setting(script, name, value, *words)
+    for number, script in enumerate(ALL):
+        if script in PROMPTED:  # elsewhere the data says how long it is
+            too_long = {"max_prompt_length": 400, "max_completion_length": 400}
+            yield Case(script, "settings", "context too short", ("completion", "context", "256"), too_long)
         words = ("--eval-prompts", "12 (training )?rows|too few")
         yield Case(script, "settings", "--eval-prompts 100 of 12 rows", words, {"eval_prompts": 100})
         for name in ("model", "dataset", "resume", "run_dir"):
-            words = (flag(name), "empty|unset|missing|no such")
-            yield Case(script, "settings", f'{flag(name)} ""', words, {name: ""})
-    yield Case(
-        "grpo", "settings", "--learning-rate 1e30", ("--learning-rate",), {"learning_rate": 1e30, "num_steps": 3}
-    )
-    yield Case("sft", "settings", "--learning-rate 1e30", ("--learning-rate",), {"learning_rate": 1e30, "num_steps": 3})
-    for number, script in enumerate(ALL):
+            settings = {name: "", "bare": name == "resume"} | (unscored(script) if name == "model" else {})
+            words = (flag(name), f"{ABSENT}|no run|empty|missing|choose another")
+            yield Case(script, "settings", f'{flag(name)} ""', words, settings)
         for value in (("float16", ""), (8, "bf16"), ("fp32", "float16"))[number % 3]:
-            words = (f"--precision {value}", "bfloat16 or float32")
-            yield Case(script, "settings", f"--precision {value!r}", words, {"precision": value})
-        value = (-1, 1.5, "abc")[number % 3]
-        words = (f"--lora-rank {value}", "must be")
-        yield Case(script, "settings", f"--lora-rank {value!r}", words, {"lora_rank": value})
+            yield setting(script, "precision", value, str(value), "bfloat16 or float32")
+        yield setting(script, "lora_rank", -1, "-1", "must be")
         words = ("--lora-rank 2", "linear layers")
         yield Case(script, "settings", "--lora-rank of GPT-2", words, {"lora_rank": 2}, model(as_gpt2))
     for number, script in enumerate(PROMPTED):
-        value = (0, -1, math.inf, "2")[number % 4]
-        words = (f"--sampler-weight-cap {value}", "must be")
-        yield Case(script, "settings", f"--sampler-weight-cap {value!r}", words, {"sampler_weight_cap": value})
-    for script, bad, value in (
-        ("grpo", "--precision", "float16"),
-        ("sft", "--precision", ""),
-        ("sft", "--min-reward", "right"),
-        ("dpo", "--precision", "8"),
-        ("reward_model", "--lora-rank", "-1"),
-        ("ppo_rlhf", "--lora-rank", "1.5"),
-        ("gspo", "--lora-rank", "abc"),
-        ("dapo", "--sampler-weight-cap", "0"),
-        ("dr_grpo", "--sampler-weight-cap", "-1"),
-        ("reinforce", "--sampler-weight-cap", "nan"),
-        ("ppo_rlhf", "--sampler-weight-cap", "inf"),
-        ("cispo", "--clip-eps-high", "-1"),
-        ("ppo_rlhf", "--ptx-coef", "nan"),
-        ("grpo_tools", "--tool-tokens", "0"),
+        value = (0, -1, math.inf)[number % 3]
+        yield setting(script, "sampler_weight_cap", value, str(value), "must be")
+    for script in ("grpo", "sft"):
+        settings = {"learning_rate": 1e30, "num_steps": 3}
+        yield Case(script, "settings", "--learning-rate 1e30", ("--learning-rate",), settings)
+    wrong = "must be|invalid|[Ii]nvalid|expected|not a valid|parsing|unparsable"
+    for script, bad, value, words in (
+        ("grpo", "--precision", "float16", (wrong,)),
+        ("sft", "--precision", "", (wrong,)),
+        ("dpo", "--precision", "8", (wrong,)),
+        ("reward_model", "--lora-rank", "-1", (wrong,)),
+        ("ppo_rlhf", "--lora-rank", "1.5", (wrong,)),
+        ("gspo", "--lora-rank", "abc", (wrong,)),
+        ("grpo", "--group-sizes", "4", ()),
+        ("dpo", "--betas", "4", ()),
+        ("sft", "--epochs", "4", ()),
+        ("ppo_rlhf", "--kl", "4", ()),
+        ("dapo", "--num-steps", "ten", ("ten",)),
+        ("reward_model", "--seed", "ten", ("ten",)),
+        ("gspo", "--clip-eps-low", "ten", ("ten",)),
+        ("reinforce", "--baseline", "median", ("median",)),
     ):
-        words = (bad, re.escape(value), "must be|invalid|[Ii]nvalid|expected|not a valid|parsing|unparsable")
-        yield Case(script, "command line", f"{bad} {value or repr(value)}", words, line=[bad, value])
-    for script, bad in (("grpo", "--group-sizes"), ("dpo", "--betas"), ("sft", "--epochs"), ("ppo_rlhf", "--kl")):
-        yield Case(script, "command line", f"{bad} 4", (bad,), line=[bad, "4"])
-    for script, bad in (("dapo", "--num-steps"), ("reward_model", "--seed"), ("gspo", "--clip-eps-low")):
-        yield Case(script, "command line", f"{bad} ten", (bad, "ten"), line=[bad, "ten"])
+        shown = (re.escape(value),) if words else ()
+        yield Case(script, "command line", f"{bad} {value!r}", (bad, *shown, *words), line=[bad, value])
     for script in ("dr_grpo", "sft"):
         yield Case(script, "command line", "--num-steps without value", ("--num-steps",), line=["--num-steps"])
-    yield Case(
-        "reinforce", "command line", "--baseline median", ("--baseline", "median"), line=["--baseline", "median"]
-    )
+
+
+def setting(script, name, value, *words):
+    """A case of one setting, which the line names."""
+    return Case(script, "settings", f"{flag(name)} {value!r}", (flag(name), *words), {name: value})
 
 
 def as_gpt2(folder):
@@ -238,8 +228,6 @@ def as_gpt2(folder):
 
 
 # ---- data files
-
-MANY = {script: index for index, script in enumerate(ALL)}
 
 
 def in_turn(number, scripts):
@@ -255,56 +243,44 @@ def file_cases():
     def columns(kind):
         return {"train.jsonl": GOOD[kind], "test.jsonl": [{"x": 1}] * 4}
 
+    empty = "empty|no rows|0 .*rows|No columns"
     damaged = {
-        "no such file": (None, "nope.jsonl", ("nope.jsonl", "no such file")),
-        "no such folder": (None, "data/nope", ("data/nope", "no such (file|folder)")),
-        "no such absolute path": (None, "/nope/rows.jsonl", ("/nope/rows.jsonl", "no such file")),
-        "empty file": (lambda _: "", "bad.jsonl", ("bad.jsonl", "empty|no rows|0 .*rows")),
-        "blank file": (lambda _: "\n\n\n", "bad.jsonl", ("bad.jsonl", "empty|no rows|0 .*rows")),
-        "empty list": (lambda _: "[]", "bad.json", ("bad.json", "empty|no rows|0 .*rows")),
-        "empty csv": (lambda _: "", "bad.csv", ("bad.csv", "empty|no rows|No columns")),
-        "broken JSON": (broken, "bad.jsonl", ("bad.jsonl", "(row|line) 7", "JSON|value|object|Expect")),
-        "half a file": (lambda kind: lines(GOOD[kind])[:-9], "bad.jsonl", ("bad.jsonl", "(row|line) 12")),
-        "one object": (lambda _: '{"a": 1}', "bad.json", ("bad.json", "column|1 training rows")),
-        "a string": (lambda _: '"hello"', "bad.json", ("bad.json", "(row|line) [01]|JSON|rows")),
-        "a list of numbers": (lambda _: "[1, 2, 3]", "bad.json", ("bad.json", "column|object")),
-        "binary": (lambda _: bytes(range(256)) * 9, "bad.jsonl", ("bad.jsonl", "JSON|decode|(row|line) 1|cannot be")),
-        "text": (lambda _: "hello\nthere\n", "bad.txt", ("bad.txt", "(row|line) 1")),
-        "not parquet": (lambda _: b"PAR1junk", "bad.parquet", ("bad.parquet", "[Pp]arquet")),
-        "csv without header": (
-            lambda _: "1+1=,2\n" * 9,
-            "bad.csv",
-            ("bad.csv", "column", "found 1\\+1=, ?2"),
-        ),
-        "ragged csv": (lambda _: "prompt,answer\n1,2\n1,2,3,4\n", "bad.csv", ("bad.csv", "line 3")),
-        "folder without data": (lambda _: "# hi", "folder/README.md", ("folder", "data files")),
-        "splits of other columns": (columns, "folder", ("folder", "column", "x")),
-        "one row": (lambda kind: GOOD[kind][:1], "bad.jsonl", ("bad.jsonl", "1 (training )?rows?", "--eval-prompts")),
-        "other columns": (lambda _: [{"text": "a", "label": 1}] * 9, "bad.jsonl", ("bad.jsonl", "found text, label")),
+        "no such file": (None, "nope.jsonl", (ABSENT,)),
+        "no such folder": (None, "data/nope", (ABSENT,)),
+        "no such absolute path": (None, "/nope/rows.jsonl", (ABSENT,)),
+        "empty file": (lambda _: "", "bad.jsonl", (empty,)),
+        "blank file": (lambda _: "\n\n\n", "bad.jsonl", (empty,)),
+        "empty list": (lambda _: "[]", "bad.json", (empty,)),
+        "empty csv": (lambda _: "", "bad.csv", (empty,)),
+        "broken JSON": (broken, "bad.jsonl", ("JSON|value|object|Expect",)),
+        "half a file": (lambda kind: lines(GOOD[kind])[:-9], "bad.jsonl", ("damaged|JSON",)),
+        "one object": (lambda _: '{"a": 1}', "bad.json", ("column|too few",)),
+        "a string": (lambda _: '"hello"', "bad.json", ("damaged|JSON|rows",)),
+        "a list of numbers": (lambda _: "[1, 2, 3]", "bad.json", ("column|object",)),
+        "binary": (lambda _: bytes(range(256)) * 9, "bad.jsonl", ("damaged|JSON|decode|cannot be",)),
+        "text": (lambda _: "hello\nthere\n", "bad.txt", ("jsonl|row 1",)),
+        "not parquet": (lambda _: b"PAR1junk", "bad.parquet", ("[Pp]arquet",)),
+        "csv without header": (lambda _: "1+1=,2\n" * 9, "bad.csv", ("column", "1\\+1=, ?2")),
+        "ragged csv": (lambda _: "prompt,answer\n1,2\n1,2,3,4\n", "bad.csv", ("line 3",)),
+        "folder without data": (lambda _: "# hi", "folder/README.md", ("data files",)),
+        "splits of other columns": (columns, "folder", ("column|cast", "x")),
+        "one row": (lambda kind: GOOD[kind][:1], "bad.jsonl", ("too few|--eval-prompts",)),
+        "other columns": (lambda _: [{"text": "a", "label": 1}] * 9, "bad.jsonl", ("column", "text, label")),
     }
     for number, (name, (make, path, words)) in enumerate(damaged.items()):
+        words = (path.partition("/")[0] if path.startswith("folder") else re.escape(path), *words)
         for script in (in_turn(number, PROMPTED), in_turn(number, PAIRED), "sft"):
-
-            def prepare(_, make=make, path=path, script=script):
-                content = make and make(reads(script))
-                for inner, rows in content.items() if isinstance(content, dict) else []:
-                    write(f"{path}/{inner}", rows)
-                if content is not None and not isinstance(content, dict):
-                    write(path, content)
-                return {"dataset": path.partition("/")[0] if path.startswith("folder") else path}
-
+            prepare = dataset(path, make and make(reads(script)))
             yield Case(script, "data files", name, ("--dataset", *words), prepare=prepare)
         if number in (0, 2, 3, 7, 14, 20):
-            settings = {"eval_dataset": path}
-            make_file = None if make is None else (lambda _, make=make, path=path: write(path, make("prompts")))
-            yield Case("dpo", "data files", f"--eval-dataset: {name}", ("--eval-dataset", *words), settings, make_file)
+            prepare, words = dataset(path, make and make("prompts"), "eval_dataset"), ("--eval-dataset", *words)
+            yield Case("dpo", "data files", f"--eval-dataset: {name}", words, prepare=prepare)
     for script, kind, words in (
-        ("grpo", "pairs", ("answer",)),
-        ("gspo", "chats", ("prompt", "found messages")),
-        ("dpo", "prompts", ("chosen", "found prompt, answer")),
-        ("reward_model", "chats", ("chosen", "found messages")),
-        ("sft", "pairs", ("completion", "found prompt, chosen, rejected")),
-        ("ppo_rlhf", "chats", ("prompt", "found messages")),
+        ("gspo", "chats", ("prompt", "messages")),
+        ("dpo", "prompts", ("chosen", "prompt, answer")),
+        ("reward_model", "chats", ("chosen", "messages")),
+        ("sft", "pairs", ("completion", "prompt, chosen, rejected")),
+        ("ppo_rlhf", "chats", ("prompt", "messages")),
     ):
         words = ("--dataset", "bad.jsonl", *words)
         yield Case(script, "data files", f"{kind} of another script", words, prepare=dataset("bad.jsonl", GOOD[kind]))
@@ -334,69 +310,51 @@ def strict(rows):
     """A preparation with a model whose template refuses two turns of one role in a row."""
 
     def prepare(worker):
-        shutil.copytree(worker.root / "models" / "tiny", "mine")
-        Path("mine/chat_template.jinja").write_text(STRICT)
         write("bad.jsonl", rows)
-        return {"dataset": "bad.jsonl", "model": "mine"}
+        change = lambda folder: (folder / "chat_template.jinja").write_text(STRICT)  # noqa: E731
+        return {"dataset": "bad.jsonl", **model(change)(worker)}
 
     return prepare
+
+
+def row_case(script, name, rows, *words):
+    """A case of rows of a file that can be read."""
+    return Case(script, "rows", name, ("--dataset", "bad.jsonl", *words), prepare=dataset("bad.jsonl", rows))
 
 
 def row_cases():
     """One damaged row, the seventh of twelve, or where none alone is damage, all rows."""
 
-    def seventh(kind, row):
-        return [*GOOD[kind][:6], row, *GOOD[kind][7:]]
+    def seventh(script, **row):
+        good = GOOD[reads(script)]
+        return [*good[:6], {**good[6], **row}, *good[7:]]
 
-    number, at = 0, ("--dataset", "bad.jsonl", "row 7")
-    for name, value in STRANGE.items():
-        if name not in ("int", "bool"):
-            words = (*at, "answer|list|dict|object")
-            rows = seventh("prompts", {"prompt": "1+1=", "answer": value})
-            for script in (in_turn(number, ONLINE), "ppo_rlhf"):
-                yield Case(script, "rows", f"answer a {name}", words, prepare=dataset("bad.jsonl", rows))
-        rows = [{"prompt": "1+1=", "answer": True}] * 12 if name == "bool" else None
-        if rows:
-            words = ("--dataset", "bad.jsonl", "row 1", "bool|True|true")
-            yield Case(in_turn(number, ONLINE), "rows", "answers bools", words, prepare=dataset("bad.jsonl", rows))
-        for column in ("prompt", "chosen", "rejected", "completion", "messages"):
-            kind = {"prompt": "prompts", "completion": "chats", "messages": "chats"}.get(column, "pairs")
-            row = {**(GOOD["pairs"][6] if kind == "pairs" else {"prompt": "1+1=", "answer": "2"}), column: value}
-            rows = seventh(kind, row) if kind == "pairs" or column == "prompt" else None
-            if column == "completion":
-                rows = [{"prompt": "1+1=", "completion": "=2"}] * 6
-                rows += [{"prompt": "1+1=", "completion": value}, *rows]
-            if column == "messages":
-                rows = seventh("chats", {"messages": value})
-            owners = {"prompts": (in_turn(number, ONLINE), "ppo_rlhf"), "pairs": PAIRED, "chats": ("sft",)}[kind]
-            for script in owners:
-                words = (*at, column)
-                yield Case(script, "rows", f"{column} a {name}", words, prepare=dataset("bad.jsonl", rows))
-        number += 1
-    for name, messages in MESSAGES.items():
-        words = (*at, "role|content")
-        rows = seventh("prompts", {"prompt": messages, "answer": "2"})
+    for number, (name, value) in enumerate(STRANGE.items()):
         for script in (in_turn(number, ONLINE), "ppo_rlhf"):
-            yield Case(script, "rows", f"prompt: {name}", words, prepare=dataset("bad.jsonl", rows))
-        rows = seventh("pairs", {**GOOD["pairs"][6], "prompt": messages})
-        yield Case(in_turn(number, PAIRED), "rows", f"prompt: {name}", words, prepare=dataset("bad.jsonl", rows))
+            yield row_case(script, f"prompt a {name}", seventh(script, prompt=value), "row 7", "prompt")
+            if name not in ("int", "bool"):
+                words = "row 7", "answer|list|dict|object"
+                yield row_case(script, f"answer a {name}", seventh(script, answer=value), *words)
+        for script in PAIRED:
+            for column in ("chosen", "rejected"):
+                yield row_case(script, f"{column} a {name}", seventh(script, **{column: value}), "row 7", column)
+        rows = [{"prompt": "1+1=", "completion": value if i == 6 else "=2"} for i in range(12)]
+        yield row_case("sft", f"completion a {name}", rows, "row 7", "completion|content of a message")
+        yield row_case("sft", f"messages a {name}", seventh("sft", messages=value), "row 7", "messages")
+    yield row_case("reinforce", "answers bools", [{"prompt": "1+1=", "answer": True}] * 12, "row 1", "bool|True|true")
+    yield row_case("sft", "messages a string", seventh("sft", messages="hi"), "row 7", "messages")
+    for number, (name, messages) in enumerate(MESSAGES.items()):
+        words, pair_script = ("row 7", "role|content"), in_turn(number, PAIRED)
+        for script in (in_turn(number, ONLINE), "ppo_rlhf", pair_script):
+            yield row_case(script, f"prompt: {name}", seventh(script, prompt=messages), *words)
         bad = [user("1+1="), {**messages[0], **({"role": "assistant"} if messages[0].get("role") else {})}]
-        rows = seventh("pairs", {"prompt": None, "chosen": [user("1+1="), assistant("2")], "rejected": bad})
-        yield Case(in_turn(number, PAIRED), "rows", f"rejected: {name}", words, prepare=dataset("bad.jsonl", rows))
-        rows = seventh("chats", {"messages": bad})
-        yield Case("sft", "rows", f"messages: {name}", words, prepare=dataset("bad.jsonl", rows))
-        number += 1
-    rows = seventh("chats", {"messages": "hi"})
-    yield Case("sft", "rows", "messages a string", (*at, "messages"), prepare=dataset("bad.jsonl", rows))
-    sampled = {"prompt": "1+1=", "completion": "=2", "reward": 1.0}
-    for name, value in {"a word": "good", "a list": [1.0], "an object": {"a": 1}}.items():
-        rows = [*[sampled] * 6, {**sampled, "reward": value}, *[sampled] * 5]
-        words, prepare = (*at, "reward|number|object"), dataset("bad.jsonl", rows)
-        yield Case("sft", "rows", f"--min-reward: a reward {name}", words, {"min_reward": 1.0}, prepare)
-    rows = seventh("pairs", {"prompt": "1+1=", "chosen": [assistant("2")], "rejected": "3"})
+        if name != "role null":  # of nothing that an assistant says: such a row is dropped and counted
+            yield row_case("sft", f"messages: {name}", seventh("sft", messages=bad), *words)
+            row = {"prompt": None, "chosen": [user("1+1="), assistant("2")], "rejected": bad}
+            yield row_case(pair_script, f"rejected: {name}", seventh(pair_script, **row), *words)
     for script in PAIRED:
-        words = (*at, "chosen|rejected")
-        yield Case(script, "rows", "chosen a list, rejected a string", words, prepare=dataset("bad.jsonl", rows))
+        rows = seventh(script, chosen=[assistant("2")])
+        yield row_case(script, "chosen a list, rejected a string", rows, "row 7", "chosen|rejected")
     yield from whole_file_cases()
 
 
@@ -414,55 +372,35 @@ def whole_file_cases():
         yield Case(script, "rows", "the template refuses all", refused, prepare=strict([row] * 12))
     ends = [user("1+1="), assistant("2")]
     for script, name, row, words in (
-        ("grpo", "answers empty", {"prompt": "1+1=", "answer": ""}, ("0 training rows", "answer")),
+        ("grpo", "answers empty", {"prompt": "1+1=", "answer": ""}, ("too few", "answer")),
         ("gspo", "answers null", {"prompt": "1+1=", "answer": None}, ("answer",)),
         ("dapo", "prompts empty", {"prompt": "", "answer": "1"}, ("prompt",)),
-        ("dr_grpo", "prompts too long", {"prompt": "1+" * 40, "answer": "1"}, ("longer than 32 tokens",)),
+        ("dr_grpo", "prompts too long", {"prompt": "1+" * 40, "answer": "1"}, ("(longer than|1 to) 32 tokens",)),
         ("reinforce", "prompts end in the assistant's turn", {"prompt": ends, "answer": "2"}, ("assistant",)),
         ("ppo_rlhf", "prompts end in the assistant's turn", {"prompt": ends, "answer": "2"}, ("assistant",)),
         ("ppo_rlhf", "prompts of no messages", {"prompt": [], "answer": "2"}, ("prompt",)),
         ("grpo", "contents null", {"prompt": [user(None)], "answer": "2"}, ("prompt|content",)),
         ("dpo", "pairs identical", {"prompt": "1+1=", "chosen": "2", "rejected": "2"}, ("identical",)),
         ("reward_model", "pairs empty", {"prompt": "1+1=", "chosen": "2", "rejected": ""}, ("empty",)),
-        (
-            "reward_model",
-            "pairs share no prompt",
-            {"chosen": ends, "rejected": [user("3"), assistant("2")]},
-            ("prompt",),
-        ),
-        (
-            "dpo",
-            "pairs end in the user's turn",
-            {"chosen": ends[:1], "rejected": ends[:1]},
-            ("empty|assistant|prompt",),
-        ),
+        ("reward_model", "pairs share no prompt", {"chosen": ends, "rejected": [user("3"), ends[1]]}, ("prompt",)),
+        ("dpo", "pairs of questions", {"chosen": ends[:1], "rejected": ends[:1]}, ("empty|assistant|prompt",)),
         ("dpo", "contents null", {"chosen": ends, "rejected": [user("1+1="), assistant(None)]}, ("empty",)),
         ("sft", "contents null", {"messages": [user("1+1="), assistant(None)]}, ("train|empty",)),
         ("sft", "no assistant's turn", {"messages": [user("1+1="), user("2")]}, ("train|assistant",)),
         ("sft", "no messages", {"messages": []}, ("train|messages",)),
         ("sft", "completions too long", {"prompt": "1", "completion": "1" * 99}, ("longer|too long",)),
-        ("sft", "answers empty", {"question": "1+1=", "answer": ""}, ("0 training rows", "token to train")),
-        ("sft", "answers numbers", {"question": "1+1=", "answer": 2}, ("row 1", "answer must be a text")),
+        ("sft", "answers empty", {"question": "1+1=", "answer": ""}, ("too few", "token to train")),
+        ("sft", "answers numbers", {"question": "1+1=", "answer": 2}, ("row 1", "must be a text")),
         ("sft", "questions without answers", {"question": "1+1=", "score": 1}, ("completion", "found question, score")),
         ("sft", "solutions without problems", {"solution": "2"}, ("prompt", "found solution")),
     ):
-        words = ("--dataset", "bad.jsonl", *words)
-        yield Case(script, "rows", name, words, prepare=dataset("bad.jsonl", [row] * 12))
-    for name, reward, words in (
-        ("too low", {"reward": 0.5}, ("0 training rows", "reward below 1")),
-        ("null", {"reward": None}, ("0 training rows", "without reward")),
-        ("bools", {"reward": True}, ("row 1", "reward must be a number")),
-        ("missing", {}, ("--min-reward", "column reward", "found prompt, completion")),
-    ):
-        words, rows = ("--dataset", "bad.jsonl", *words), [{"prompt": "1+1=", "completion": "2", **reward}] * 12
-        yield Case("sft", "rows", f"--min-reward: {name}", words, {"min_reward": 1.0}, dataset("bad.jsonl", rows))
+        yield row_case(script, name, [row] * 12, *words)
     rows = [{"prompt": row["prompt"]} for row in GOOD["prompts"]]
     for script in (*ONLINE, "ppo_rlhf"):
-        settings = {"reward_model": "none"} if script == "ppo_rlhf" else {}
-        words = ("answer",)
-        yield Case(script, "rows", "no answers for reward_fn", words, settings, dataset("bad.jsonl", rows))
-    settings = {"reward_model": "none"}
-    yield Case("ppo_rlhf", "rows", "pairs for reward_fn", ("answer",), settings, dataset("bad.jsonl", GOOD["pairs"]))
+        prepare = dataset("bad.jsonl", rows)
+        yield Case(script, "rows", "no answers for reward_fn", ("answer",), unscored(script), prepare)
+    prepare = dataset("bad.jsonl", GOOD["pairs"])
+    yield Case("ppo_rlhf", "rows", "pairs for reward_fn", ("answer",), unscored("ppo_rlhf"), prepare)
 
 
 # ---- models
@@ -473,43 +411,29 @@ def edit_json(path, **changes):
     path.write_text(json.dumps({key: value for key, value in (values | changes).items() if value != "DELETE"}))
 
 
-def edit_weights(folder, change):
-    from safetensors.torch import load_file, save_file
-
-    weights = load_file(folder / "model.safetensors")
-    change(weights)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+def edited(name, **changes):
+    """A damage of a json file of a folder."""
+    return lambda folder: edit_json(folder / name, **changes)
 
 
-def drop(word):
-    def change(weights):
-        for name in [name for name in weights if word in name]:
-            del weights[name]
+def weights(word, change):
+    """A damage of those weights that have the word in their names; where change gives None they are dropped."""
 
-    return lambda folder: edit_weights(folder, change)
+    def damage(folder):
+        from safetensors.torch import load_file, save_file
 
+        found = load_file(folder / "model.safetensors")
+        found |= {name: change(value.clone()) for name, value in found.items() if word in name}
+        found = {name: value for name, value in found.items() if value is not None}
+        save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
 
-def poison(word, value):
-    def change(weights):
-        for name in [name for name in weights if word in name]:
-            weights[name].fill_(value)
-
-    return lambda folder: edit_weights(folder, change)
+    return damage
 
 
 def fewer_tokens(folder):
     """Embeddings of 20 tokens, of the 29 that the tokenizer has."""
     edit_json(folder / "config.json", vocab_size=20)
-    edit_weights(
-        folder,
-        lambda weights: weights.update(
-            {
-                "model.embed_tokens.weight": next(
-                    value[:20].clone() for name, value in weights.items() if "embed_tokens" in name
-                )
-            }
-        ),
-    )
+    weights("embed_tokens", lambda value: value[:20].clone())(folder)
 
 
 def cut(name, size):
@@ -522,8 +446,11 @@ def remove(*names):
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 MODELS = {
-    "a tensor missing": (drop("layers.2.mlp.up_proj"), ("missing|lacks", "layers.2.mlp.up_proj|tensor|weight")),
-    "a layer missing": (drop("layers.3."), ("missing|lacks", "layers.3|tensor|weight")),
+    "a tensor missing": (
+        weights("layers.2.mlp.up_proj", lambda _: None),
+        ("missing|lacks", "layers.2.mlp.up_proj|tensor|weight"),
+    ),
+    "a layer missing": (weights("layers.3.", lambda _: None), ("missing|lacks", "layers.3|tensor|weight")),
     "weights cut short": (cut("model.safetensors", 100_000), ("model.safetensors|weights|safetensors|incomplete",)),
     "weights empty": (cut("model.safetensors", 0), ("model.safetensors|weights|safetensors|[Hh]eader",)),
     "no weights": (remove("model.safetensors"), ("safetensors|weights",)),
@@ -532,16 +459,16 @@ MODELS = {
     "config cut short": (cut("config.json", 200), ("config",)),
     "config empty": (cut("config.json", 0), ("config",)),
     "no config": (remove("config.json"), ("config",)),
-    "config without model_type": (lambda f: edit_json(f / "config.json", model_type="DELETE"), ("model_type|config",)),
-    "unknown model_type": (lambda f: edit_json(f / "config.json", model_type="qwen99"), ("qwen99",)),
-    "another hidden size": (lambda f: edit_json(f / "config.json", hidden_size=64), ("size|shape",)),
+    "config without model_type": (edited("config.json", model_type="DELETE"), ("model_type|config",)),
+    "unknown model_type": (edited("config.json", model_type="qwen99"), ("qwen99",)),
+    "another hidden size": (edited("config.json", hidden_size=64), ("size|shape",)),
     "more layers in the config": (
-        lambda f: edit_json(f / "config.json", num_hidden_layers=5, layer_types=["full_attention"] * 5),
+        edited("config.json", num_hidden_layers=5, layer_types=["full_attention"] * 5),
         ("missing|lacks",),
     ),
-    "nan weights": (poison("layers.1.mlp", math.nan), ("nan|not finite|NaN|finite",)),
-    "inf weights": (poison("norm", math.inf), ("nan|not finite|NaN|inf|finite",)),
-    "fewer tokens than the tokenizer": (fewer_tokens, ("vocabulary|tokenizer|embedding", "20|29")),
+    "nan weights": (weights("layers.1.mlp", lambda value: value * math.nan), ("nan|damaged",)),
+    "inf weights": (weights("norm", lambda value: value + math.inf), ("nan|damaged",)),
+    "fewer tokens than the tokenizer": (fewer_tokens, ("tokenizer|index out of range",)),
     "an empty folder": (lambda f: [path.unlink() for path in f.iterdir()], ("config|tokenizer|empty|no model",)),
     "a file": (lambda f: (shutil.rmtree(f), f.write_text("hi")), ("file|folder",)),
 }
@@ -551,52 +478,46 @@ def no_stop_token(folder):
     template = folder / "chat_template.jinja"
     template.write_text(template.read_text().replace("<|end|>", ""))
     edit_json(folder / "tokenizer_config.json", eos_token="DELETE")
-    edit_json(folder / "config.json", eos_token_id=None)
-    if (folder / "generation_config.json").exists():
-        edit_json(folder / "generation_config.json", eos_token_id=None)
+    for name in ("config.json", "generation_config.json"):
+        edit_json(folder / name, eos_token_id=None)
 
 
 def model_cases():
     """Each damage by an online script, by one of the others, and by reward_model; and reward models for ppo_rlhf."""
     for number, (name, (change, words)) in enumerate(MODELS.items()):
         for script in (in_turn(number, ONLINE), in_turn(number, ("sft", "dpo", "ppo_rlhf")), "reward_model"):
-            scorer = {"reward_model": "none"} if script == "ppo_rlhf" else {}
-            yield Case(script, "models", name, ("--model", "mine", *words), scorer, model(change))
+            yield Case(script, "models", name, ("--model", "mine", *words), unscored(script), model(change))
         if number % 3 == 0:
             words = ("--reward-model", "mine", *words)
             prepare = model(change, "reward_model", "tiny-reward")
             yield Case("ppo_rlhf", "models", f"--reward-model: {name}", words, prepare=prepare)
     for script in ("grpo", "sft", "dpo", "reward_model"):
-        words = ("stop token|eos_token|end",)
-        yield Case(script, "models", "no stop token", words, prepare=model(no_stop_token))
+        yield Case(script, "models", "no stop token", ("eos_token|stop token",), prepare=model(no_stop_token))
     for number, script in enumerate(ALL):
         where = ("no/such/folder", "./nope", "/nope/model")[number % 3]
-        scorer = {"reward_model": "none"} if script == "ppo_rlhf" else {}
-        yield Case(script, "models", f"--model {where}", ("--model", where, "no such"), scorer | {"model": where})
+        settings = {"model": where} | unscored(script)
+        yield Case(script, "models", f"--model {where}", ("--model", where, ABSENT), settings)
     for script in ("gspo", "sft", "reward_model"):
-        words = ("--model", "nobody/nothing")
-        yield Case(script, "models", "no such hub name", words, {"model": "nobody/nothing"})
+        yield Case(script, "models", "no such hub name", ("--model", "nobody/nothing"), {"model": "nobody/nothing"})
     for script in ("grpo", "dpo", "reward_model", "ppo_rlhf"):
         words = ("--model", "base", "checkpoint")
-        prepare = run_folder(lambda folder: folder.rename("base"), model="base", resume=None, bare=False)
+        settings = {"model": "base", "resume": None, "bare": False} | unscored(script)
+        prepare = run_folder(lambda folder: folder.rename("base"), **settings)
         yield Case(script, "models", "a run folder instead of its checkpoint", words, prepare=prepare)
-    words = ("--reward-model", "no/such/folder", "no such")
-    yield Case("ppo_rlhf", "models", "no such reward model", words, {"reward_model": "no/such/folder"})
-    words = ("--reward-model", "head|score|trained")
-    yield Case("ppo_rlhf", "models", "a policy as reward model", words, prepare=model(lambda _: None, "reward_model"))
-    words = ("--reward-model", "missing")
-    yield Case("ppo_rlhf", "models", "no reward model", words, {"reward_model": ""})
+    for name, where, words in (
+        ("no such reward model", "no/such/folder", (ABSENT,)),
+        ("a policy as reward model", "models/tiny", ("scores|trained",)),
+        ("no reward model", "", ("missing",)),
+    ):
+        prepare = (lambda worker: {"reward_model": str(worker.root / "models/tiny")}) if "policy" in name else None
+        yield Case("ppo_rlhf", "models", name, ("--reward-model", where, *words), {"reward_model": where}, prepare)
 
 
 # ---- runs
 
 
-def newest(folder):
-    return max((folder / "state").iterdir())
-
-
 def in_state(change):
-    return lambda folder: change(newest(folder))
+    return lambda folder: change(max((folder / "state").iterdir()))
 
 
 def cut_shards(state):
@@ -609,20 +530,27 @@ def damaged_line(folder):
     (folder / "metrics.jsonl").write_text('{"step": 0, "eval\n' + text)
 
 
+def edit_run(**changes):
+    """A damage of what args.json says of the run."""
+
+    def damage(folder):
+        run = json.loads((folder / "args.json").read_text())["run"]
+        edit_json(folder / "args.json", run=run | changes)
+
+    return damage
+
+
 RUNS = {
-    "args.json cut short": (cut("args.json", 50), ("args.json",)),
-    "args.json empty": (cut("args.json", 0), ("args.json",)),
-    "args.json a list": (lambda f: (f / "args.json").write_text("[1]"), ("args.json|another script",)),
+    "args.json cut short": (cut("args.json", 50), ("damaged",)),
+    "args.json empty": (cut("args.json", 0), ("damaged",)),
+    "args.json a list": (lambda f: (f / "args.json").write_text("[1]"), ("damaged|another script",)),
     "args.json missing": (remove("args.json"), ("args.json",)),
-    "args.json of wrong types": (
-        lambda f: edit_json(f / "args.json", max_completion_length="many"),
-        ("args.json|max.completion.length",),
-    ),
-    "args.json of an unknown precision": (
-        lambda f: edit_json(f / "args.json", precision="float16"),
-        ("precision float16",),
-    ),
-    "args.json of another rank of adapters": (lambda f: edit_json(f / "args.json", lora_rank=2), ("state", "lacks")),
+    "args.json of a length of -1": (edited("args.json", max_completion_length=-1), ("--max-completion-length -1",)),
+    "args.json of an unknown precision": (edited("args.json", precision="float16"), ("precision float16",)),
+    "args.json of another rank of adapters": (edited("args.json", lora_rank=2), ("state", "lora_a")),
+    "a run of another script": (edit_run(script="another"), ("another",)),
+    "a run on other data": (edit_run(data=["9 training rows (0)"]), ("9 training rows",)),
+    "a run of more ranks": (edit_run(ranks=9), ("ranks\\W+9",)),
     "no state": (lambda f: shutil.rmtree(f / "state"), ("state",)),
     "state empty": (lambda f: (shutil.rmtree(f / "state"), (f / "state").mkdir()), ("state",)),
     "state without .metadata": (in_state(lambda s: (s / ".metadata").unlink()), ("state",)),
@@ -630,8 +558,8 @@ RUNS = {
     "state cut short": (in_state(cut_shards), ("state",)),
     "state without its file": (in_state(lambda s: [p.unlink() for p in s.glob("*.distcp")]), ("state",)),
     "a damaged line of metrics": (damaged_line, ("metrics.jsonl",)),
-    "the dataset is gone": (lambda f: edit_json(f / "args.json", dataset="gone.jsonl"), ("gone.jsonl", "no such file")),
-    "the model is gone": (lambda f: edit_json(f / "args.json", model="./gone"), ("--model", "gone", "no such")),
+    "the dataset is gone": (edited("args.json", dataset="gone.jsonl"), ("gone.jsonl", ABSENT)),
+    "the model is gone": (edited("args.json", model="./gone"), ("--model", "gone", ABSENT)),
 }
 
 
@@ -640,10 +568,6 @@ def run_cases():
     for number, (name, (change, words)) in enumerate(RUNS.items()):
         for script in (in_turn(number, ONLINE), in_turn(number, ("ppo_rlhf", "dpo", "reward_model")), "sft"):
             yield Case(script, "runs", name, words, prepare=run_folder(change))
-    change = lambda folder: (folder / "reference_train.json").write_text('{"cho')  # noqa: E731
-    yield Case("dpo", "runs", "reference cut short", ("reference_train.json",), prepare=run_folder(change))
-    change = lambda folder: (folder / "normalization.json").write_text('{"me')  # noqa: E731
-    yield Case("ppo_rlhf", "runs", "normalization cut short", ("normalization.json",), prepare=run_folder(change))
     for number, script in enumerate(ALL):
         name, settings, words = (
             ("--resume of nothing", {"resume": "nothing"}, ("--resume nothing",)),
@@ -660,15 +584,12 @@ def run_cases():
             yield Case(script, "runs", "--num-steps below what is done", ("--num-steps",), prepare=prepare)
     earlier = dict.fromkeys(("precision", "lora_rank", "sampler_weight_cap"), "DELETE")
     for number, script in enumerate(ALL):
-        prepare = run_folder(lambda folder: edit_json(folder / "args.json", **earlier))
-        yield Case(script, "runs", "a run of an earlier version", ("args.json", "version"), prepare=prepare)
+        prepare = run_folder(edited("args.json", **earlier))
+        yield Case(script, "runs", "a run of an earlier version", ("args.json|version|damaged",), prepare=prepare)
         given = ({"lora_rank": 2}, {"precision": "bfloat16"}, {"precision": "bfloat16", "lora_rank": 4})[number % 3]
-        words = ("--resume", *map(flag, given), "only --num-steps")
+        words = ("--resume", *map(flag, given), "keeps its")
         name = f"--resume with {' and '.join(map(flag, given))}"
         yield Case(script, "runs", name, words, prepare=run_folder(lambda _: None, **given))
-    change = lambda folder: edit_json(folder / "args.json", baseline="none")  # noqa: E731
-    for script in ("grpo", "sft", "ppo_rlhf"):
-        yield Case(script, "runs", "a run of another script", ("another script",), prepare=run_folder(change))
     for number, script in enumerate(ALL):
         name, where, words = (
             ("--run-dir exists", "here", ("--run-dir here", "exists")),
@@ -676,7 +597,7 @@ def run_cases():
             ("--run-dir unwritable", "/proc/run", ("--run-dir /proc/run",)),
             ("--run-dir over-long", OVERLONG, ("--run-dir",)),
         )[number % 4]
-        yield Case(script, "runs", name, words, {"run_dir": where}, files(**{"here/args__json": "{}"}))
+        yield Case(script, "runs", name, words, {"run_dir": where}, lambda _: write("here/args.json", "{}"))
     for script in ("grpo", "sft", "dpo"):
         yield Case(script, "runs", "--track without a key", ("--track|WANDB|[Ww]andb|wandb",), {"track": True})
 
@@ -686,18 +607,13 @@ def run_cases():
 
 def reward_cases():
     """What reward_fn or score_completions may wrongly return."""
-    values = {"nan": math.nan, "None": None, "a string": "good", "inf": math.inf, "a list": [1.0]}
-    for number, (name, value) in enumerate(values.items()):
-        for script in (in_turn(number, ONLINE), "ppo_rlhf"):
-            settings = {"reward_model": "none"} if script == "ppo_rlhf" else {}
-            patch = {"reward_fn": lambda completion, answer, value=value: value}  # noqa: ARG005
-            yield Case(script, "rewards", f"reward_fn gives {name}", ("reward",), settings, patch=patch)
+    rewards = {"nan": math.nan, "None": None, "a string": "good", "inf": math.inf, "a list": [1.0]}
     batches = {"too few": [1.0] * 3, "too many": [1.0] * 99, "none": [], "a number": 1.0, "nothing": None}
-    for number, (name, value) in enumerate(batches.items()):
-        for script in (in_turn(number, ONLINE), "ppo_rlhf"):
-            settings = {"reward_model": "none"} if script == "ppo_rlhf" else {}
-            patch = {"score_completions": lambda completions, rows, value=value: value}  # noqa: ARG005
-            yield Case(script, "rewards", f"score_completions gives {name}", ("reward|score",), settings, patch=patch)
+    for function, values in (("reward_fn", rewards), ("score_completions", batches)):
+        for number, (name, value) in enumerate(values.items()):
+            for script in (in_turn(number, ONLINE), "ppo_rlhf"):
+                what, patch = f"{function} gives {name}", {function: lambda *_, value=value: value}
+                yield Case(script, "rewards", what, ("reward|score",), unscored(script), patch=patch)
 
 
 def all_cases(root):
@@ -713,6 +629,7 @@ class Worker:
     def __init__(self, script, root):
         self.root, self.name = Path(root), script
         sys.path.insert(0, str(root))
+        sys.argv = [f"{script}.py"]
         self.script = importlib.import_module(script)
         assert Path(self.script.__file__).parent == self.root, self.script.__file__
         if script == "ppo_rlhf":
@@ -722,10 +639,8 @@ class Worker:
     def settings_of(self, given):
         """The case's settings over the small ones that the script has; bare: none but the case's own."""
         names = {field.name for field in fields(self.script.Args)}
-        small = {} if given.get("bare") else {name: value for name, value in SMALL.items() if name in names}
-        small |= {} if given.get("bare") else {"dataset": "good.jsonl"}
-        if "eval_dataset" in names and not given.get("bare"):
-            small["eval_dataset"] = ""
+        small = {} if given.get("bare") else {**SMALL, "dataset": "good.jsonl", "eval_dataset": ""}
+        small = {name: value for name, value in small.items() if name in names}
         return small | {name: value for name, value in given.items() if name != "bare"}
 
     def copy_run(self, target):
@@ -750,19 +665,15 @@ class Worker:
                 setattr(self.script, name, value)
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
                 if case.line is not None:
-                    sys.argv = [f"{self.name}.py", *case.line]
-                    parse_args = getattr(self.script, "parse_args", lambda: tyro.cli(self.script.Args))
-                    self.script.main(parse_args())
+                    self.script.main(tyro.cli(self.script.Args, args=case.line))
                 else:
                     self.script.main(self.script.Args(**self.settings_of(given)))
             return "silent", ""
         except SystemExit as error:
             text = error.code if isinstance(error.code, str) else errors.getvalue()
-            boxed = case.line is not None and not isinstance(error.code, str)
-            short = boxed or (
-                isinstance(error.code, str) and "\n" not in text and len(text.replace(OVERLONG, "")) <= 350
-            )
-            clear = short and all(re.search(word, text) for word in case.words)
+            short = "\n" not in text and len(text.replace(OVERLONG, "")) <= 350
+            boxed = case.line is not None and not isinstance(error.code, str)  # by tyro
+            clear = (short or boxed) and all(re.search(word, text) for word in case.words)
             return "clear" if clear else "misleading", text
         except BaseException as error:
             return "traceback", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
@@ -790,12 +701,8 @@ def serve(connection, script, root):
     while (number := connection.recv()) is not None:
         with tempfile.TemporaryDirectory(prefix="bad_inputs_") as folder:
             os.chdir(folder)
-            if any(not hasattr(worker.script, name) for name in cases[number].patch):
-                result = None, "the script has no such function"
-            else:
-                result = worker.run(cases[number])
+            connection.send(worker.run(cases[number]))
             os.chdir("/")
-        connection.send(result)
     shutil.rmtree(os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
     if worker.finished:
         shutil.rmtree(worker.finished.parent, ignore_errors=True)
@@ -811,30 +718,25 @@ def start(script, root):
 
 
 def run_all(cases, numbers, root):
-    """{number: (kind, text, seconds)} of the cases; a worker that hangs or dies is replaced."""
+    """{number: (kind, text)} of the cases; a worker that hangs or dies is replaced."""
     results = {}
     for script in ALL:
-        worker = None
-        for number in [number for number in numbers if cases[number].script == script]:
-            worker, begin = worker or start(script, root), time.perf_counter()
-            process, connection = worker
+        worker, own = None, [number for number in numbers if cases[number].script == script]
+        for number in own:
+            process, connection = worker = worker or start(script, root)
             connection.send(number)
             try:
                 if not connection.poll(LIMIT):
                     raise EOFError
-                kind, text = connection.recv()
+                results[number] = connection.recv()
             except (EOFError, ConnectionError):
-                kind, text, worker = "traceback", f"no end within {LIMIT} s, or the process died", None
+                results[number], worker = ("traceback", f"no end within {LIMIT} s, or the process died"), None
                 process.kill()
-            if kind is not None:
-                results[number] = kind, text, time.perf_counter() - begin
         if worker:
-            worker[1].send(None)
-            worker[0].join(30)
-        done = [results[n] for n in results if cases[n].script == script]
-        if done:
-            counts = Counter(kind for kind, *_ in done)
-            print(row(script, counts), f"{sum(seconds for *_, seconds in done):6.0f} s", flush=True)
+            connection.send(None)
+            process.join(30)
+        if own:
+            print(row(script, Counter(results[number][0] for number in own)), flush=True)
     return results
 
 
@@ -850,19 +752,17 @@ def main():
     given = parser.parse_args()
     root, scripts = Path(given.root).resolve(), given.scripts or ALL
     cases = all_cases(root)
-    numbers = [
-        n for n, case in enumerate(cases) if case.script in scripts and given.only in f"{case.group}: {case.name}"
-    ]
-    begin = time.perf_counter()
+    words = [f"{case.group}: {case.name}" for case in cases]
+    numbers = [n for n, case in enumerate(cases) if case.script in scripts and given.only in words[n]]
     print(f"{len(numbers)} bad inputs\n\n{'script':14}" + "".join(f"{kind:>12}" for kind in KINDS) + f"{'all':>8}")
     results = run_all(cases, numbers, root)
-    total = Counter(kind for kind, *_ in results.values())
-    print(row("all", total), f"{time.perf_counter() - begin:6.0f} s")
+    total = Counter(kind for kind, _ in results.values())
+    print(row("all", total))
     for group in dict.fromkeys(case.group for case in cases):
         kinds = Counter(results[n][0] for n in results if cases[n].group == group)
         print(row(group, kinds)) if kinds else None
     print()
-    for number, (kind, text, _) in results.items():
+    for number, (kind, text) in results.items():
         if kind != "clear":
             case = cases[number]
             print(f"{kind:11} {case.script}, {case.group}: {case.name}: {' '.join(text.split())[:420]}")

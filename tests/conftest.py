@@ -1,4 +1,5 @@
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -16,9 +17,20 @@ def pytest_xdist_auto_num_workers(config):
 
 @pytest.fixture
 def alone():
-    """Leaves no process group of one behind."""
+    """A process group of one, as init_ranks makes it, which is not left behind."""
     import torch  # not at the top: the process that only hands out tests needs none
 
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group(store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def signals():
+    """Ctrl-C ends the tests, also after main has handled it."""
+    before = [(signum, signal.getsignal(signum)) for signum in (signal.SIGINT, signal.SIGTERM)]
+    yield
+    for handled in before:
+        signal.signal(*handled)

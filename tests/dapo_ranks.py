@@ -1,12 +1,12 @@
 """Scripted sampling for test_dapo.py; on two ranks, training in which ranks find signal in different rounds."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from tiny import load, pad_right
+from tiny import TINY, load, pad_right
 
 import dapo
 
@@ -29,7 +29,7 @@ def write_prompts(path, count):
 
 def read_prompts(dataset):
     """The prompts that main trains on, in the order of the file."""
-    _, tokenizer = load(dapo, dapo.HERE / "models" / "tiny")
+    _, tokenizer = load(dapo, TINY)
     return dapo.load_prompts(dataset, tokenizer, "", 32, 0)[0]
 
 
@@ -41,11 +41,13 @@ def assign(prompts, places, letters, seed=1):
 
 def scripted_generate(tokenizer, patterns, rounds):
     """Stands for dapo.generate: writes the completions that patterns want, and adds its prompts to rounds."""
+    real = dapo.generate
 
-    def generate(
-        model, prompt_ids, prompt_mask, max_completion_length, temperature, stop_ids, pad_id, with_logprobs, edit
-    ):
-        assert edit is None
+    def generate(model, prompt_ids, prompt_mask, max_completion_length, temperature, stop_ids, *rest, **options):
+        if max_completion_length != MAX_COMPLETION_LENGTH:  # check_model asks for fewer
+            return real(model, prompt_ids, prompt_mask, max_completion_length, temperature, stop_ids, *rest, **options)
+        pad_id, with_logprobs, edit = rest
+        assert with_logprobs and edit is None
         prompts = [
             tokenizer.decode(ids[mask == 1], skip_special_tokens=True) for ids, mask in zip(prompt_ids, prompt_mask)
         ]
@@ -60,36 +62,24 @@ def scripted_generate(tokenizer, patterns, rounds):
             assert len(completions[-1]) == length
         ids, mask = pad_right(completions, max_completion_length, pad_id)
         logprobs, _ = dapo.token_logprobs(model, prompt_ids, prompt_mask, ids, mask, max(temperature, 0.1))
-        return (ids, mask, logprobs.detach())[: 3 if with_logprobs else 2]
+        return ids, mask, logprobs.detach()
 
     return generate
 
 
 def run(folder, run_dir):
     """Train over STEPS; return the prompts of every round of this rank."""
-    _, tokenizer = load(dapo, dapo.HERE / "models" / "tiny")
+    _, tokenizer = load(dapo, TINY)
     dataset, rounds = str(folder / "prompts.jsonl"), []
     patterns = assign(read_prompts(dataset), 0, "".join(STEPS).replace(" ", ""))
     dapo.generate = scripted_generate(tokenizer, patterns, rounds)
-    dapo.main(
-        dapo.Args(
-            dataset=dataset,
-            run_dir=str(run_dir),
-            num_steps=len(STEPS),
-            prompts_per_step=4,
-            max_rounds=MAX_ROUNDS,
-            group_size=GROUP_SIZE,
-            minibatch_size=16,
-            max_completion_length=MAX_COMPLETION_LENGTH,
-            overlong_buffer=OVERLONG_BUFFER,
-            eval_prompts=0,
-        )
-    )
+    settings = {"num_steps": len(STEPS), "prompts_per_step": 4, "max_rounds": MAX_ROUNDS, "group_size": GROUP_SIZE}
+    settings |= {"max_completion_length": MAX_COMPLETION_LENGTH, "overlong_buffer": OVERLONG_BUFFER}
+    dapo.main(dapo.Args(dataset=dataset, run_dir=str(run_dir), minibatch_size=16, eval_prompts=0, **settings))
     return rounds
 
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     rounds = run(folder, folder / "two")
-    torch.save(rounds, folder / f"{dist.get_rank()}.pt")
-    dist.destroy_process_group()
+    torch.save(rounds, folder / f"{os.environ['RANK']}.pt")

@@ -1,14 +1,19 @@
-"""Run on two ranks by test_randomness.py: two steps of every script that samples, and of sft.py, on two ranks."""
+"""Run on two ranks by test_randomness.py: two steps of every script that samples, and of sft.py, and one rollout."""
 
 import json
 import sys
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from tiny import PROMPTS, TINY, build_model
 from tiny import SCRIPTS as ONLINE
+from torch.distributed.tensor import DTensor
+from transformers import AutoTokenizer
 
+import grpo
 import ppo_rlhf
 import sft
 
@@ -34,10 +39,9 @@ def run(name, folder):
     """
     script, seen, divisors = SCRIPTS[name], [], []
     script.reward_fn = lambda text, _answer: float(sum(text.encode()) % 2)
-    script.save = lambda *_: None
-    script.print_summary = lambda *_: None
+    script.save = script.end_run = lambda *_: None  # which would end the group of ranks
     if name == "sft":
-        collate, (_, tokenizer) = script.collate, script.make_embedded_model(0)
+        collate, tokenizer = script.collate, AutoTokenizer.from_pretrained(TINY)
 
         def recorded(rows, *rest):
             answers = [tokenizer.decode(row["ids"][row["start"] :], skip_special_tokens=True) for row in rows]
@@ -69,8 +73,38 @@ def run(name, folder):
     return {"rollouts": seen, "divisors": divisors}
 
 
+def sample_gathered(precision):
+    """What is true of a rollout by a policy, compared with one by a model that was never sharded."""
+    plain, model = (build_model("llama", dtype=torch.float32) for _ in range(2))
+    policy = grpo.shard(grpo.LogprobModel(model), plain.device, precision, gradient_checkpointing=True)
+    for block in plain.model.layers if precision == "bfloat16" else ():
+        block.bfloat16().forward = partial(grpo.in_bfloat16, block.forward)
+    prompts = *grpo.pad_left(PROMPTS, 0, plain.device), 8, 1.0, [1, 3], 0, True
+    with grpo.gathered(policy) as sampler:
+        torch.manual_seed(0)
+        sampled = grpo.generate(sampler, *prompts)
+        inputs = *prompts[:2], *sampled[:2], 1.0
+        scored = grpo.token_logprobs(sampler, *inputs)[0]
+    torch.manual_seed(0)
+    expected, (logprobs, _) = grpo.generate(plain, *prompts), policy(*inputs)
+    logprobs.sum().backward()
+    weights, num_ranks = list(policy.parameters()), dist.get_world_size()
+    sharded = [weight for weight in weights if isinstance(weight, DTensor)]
+    held = sum(weight.to_local().numel() for weight in sharded) * num_ranks
+    return {
+        "samples": all(map(torch.equal, sampled, expected)),
+        "scored inside": torch.equal(scored, grpo.token_logprobs(plain, *inputs)[0]),
+        "scored outside": torch.equal(logprobs, scored),
+        "scored as sampled": bool((logprobs - sampled[2]).abs().max() < (1e-4 if precision == "float32" else 0.1)),
+        "sharded again": len(sharded) == (len(weights) if precision == "bfloat16" or num_ranks > 1 else 0)
+        and (not sharded or 0.9 < held / sum(weight.numel() for weight in plain.parameters()) < 1.1),
+        "trains": all(weight.grad.shape == weight.shape and bool((weight.grad != 0).any()) for weight in weights),
+    }
+
+
 if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    results = {name: run(name, folder) for name in SCRIPTS}
+    folder, _ = Path(sys.argv[1]), grpo.init_ranks()
+    results = {precision: sample_gathered(precision) for precision in ("float32", "bfloat16")}
+    results |= {name: run(name, folder) for name in SCRIPTS}
     (folder / f"{dist.get_rank()}.json").write_text(json.dumps(results))
     dist.destroy_process_group()

@@ -2,7 +2,6 @@
 
 import copy
 import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -51,19 +50,10 @@ def build_scorer(config="llama", vocab_size=11, dtype=torch.float64, scale=4.0):
     return model.to(dtype)
 
 
-def build_reference():
-    """A language model near that of build_model("llama")."""
-    model = build_model("llama")
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-    return model
-
-
 def build_actor_critic():
-    policy = ppo_rlhf.ActorCritic(build_model("llama"), build_scorer()).train()
-    policy.score_mean, policy.score_std = 0.3, 1.7
+    policy = ppo_rlhf.ActorCritic(build_model("llama"), build_scorer())
+    policy.score_mean.fill_(0.3)
+    policy.score_std.fill_(1.7)
     return policy
 
 
@@ -84,38 +74,39 @@ def gradient_of_parameters(policy):
     return torch.cat([grad.flatten() for grad in gradients])
 
 
+def sum_over_ranks(metrics):
+    return dict(zip(metrics, dpo.all_reduce([float(value) for value in metrics.values()])))
+
+
 def evaluate_each(evaluate, policy, pairs, args):
     """Evaluations on all pairs, on three, and on one, of which the second rank has none."""
     rank, world_size, _ = dpo.init_ranks()
     pairs = [{"kind": "odd" if i % 2 else "even"} | pair for i, pair in enumerate(pairs)]
-    found = [evaluate(policy, pairs[:count], PAD_ID, args, rank, world_size) for count in (8, 3, 1)]
-    return [{key: line[key] for key in line if not key.startswith("perf/")} for line in found]
+    return [evaluate(policy, pairs[:count], PAD_ID, args, rank, world_size) for count in (8, 3, 1)]
 
 
 def run_reward_model(share, device, live_rows):
     args = reward_model.Args(microbatch_tokens=BUDGET)
-    policy = reward_model.shard(reward_model.ScoreModel(build_scorer()).train(), device)
+    policy = reward_model.shard(reward_model.ScoreModel(build_scorer()), device)
     batch = reward_model.collate_pairs([PAIRS[i] for i in share], PAD_ID, device)
     rows = torch.tensor([share.index(row) for row in live_rows if row in share], dtype=torch.long)
-    metrics = reward_model.reduce_metrics(reward_model.accumulate_gradients(policy, batch, rows, 8, args))
+    metrics = sum_over_ranks(reward_model.accumulate_gradients(policy, batch, rows, 8, args))
     results = {"gradient": gradient_of_parameters(policy), "metrics": metrics}
     return results | {"evaluations": evaluate_each(reward_model.evaluate, policy, PAIRS, args)}
 
 
-def run_dpo(share, device, live_rows, folder):
+def run_dpo(share, device, live_rows):
     rank, world_size, _ = dpo.init_ranks()
     args = dpo.Args(microbatch_tokens=BUDGET, beta=0.3, label_smoothing=0.1)
-    reference = dpo.shard(dpo.LogprobModel(build_reference()), device)
-    pairs = [dict(pair) for pair in PAIRS]
-    dpo.add_reference(reference, pairs, Path(folder) / "reference.json", 0, PAD_ID, args, rank, world_size)
-    policy = dpo.shard(dpo.LogprobModel(build_model("llama")).train(), device)
-    own = [pairs[i] for i in share]
-    batch = dpo.collate_pairs(own, PAD_ID, device) | dpo.collate_reference(own, device)
+    reference = dpo.shard(dpo.LogprobModel(build_model("llama", scale=5.5)), device)
+    found = dpo.look_up_pairs(dpo.pair_logprobs, reference, PAIRS, PAD_ID, args, rank, world_size)
+    pairs = [pair | {"ref_logprobs": logprobs} for pair, *logprobs in zip(PAIRS, *found.tolist())]
+    policy = dpo.shard(dpo.LogprobModel(build_model("llama")), device)
+    batch = dpo.collate_pairs([pairs[i] for i in share], PAD_ID, device)
+    batch["ref_logprobs"] = torch.tensor([pairs[i]["ref_logprobs"] for i in share], device=device)
     rows = torch.tensor([share.index(row) for row in live_rows if row in share], dtype=torch.long)
-    totals = dpo.accumulate_gradients(policy, batch, rows, 8, args)
-    references = torch.tensor([[pair["ref_chosen"], pair["ref_rejected"]] for pair in pairs], dtype=torch.float64)
-    metrics = dpo.reduce_metrics(totals)
-    results = {"gradient": gradient_of_parameters(policy), "metrics": metrics, "references": references}
+    metrics = sum_over_ranks(dpo.accumulate_gradients(policy, batch, rows, 8, args))
+    results = {"gradient": gradient_of_parameters(policy), "metrics": metrics, "references": found}
     return results | {"evaluations": evaluate_each(dpo.evaluate_pairs, policy, pairs, args)}
 
 
@@ -131,29 +122,21 @@ def run_ppo(share, device, live_rows):
     mask = narrow["completion_mask"]
     whitened = ppo_rlhf.whiten(narrow["advantages"], mask)
     rows = torch.tensor([share.index(row) for row in live_rows if row in share], dtype=torch.long)
-    totals = ppo_rlhf.accumulate_gradients(policy, narrow, rows, 30, False, args)
-    metrics = ppo_rlhf.reduce_metrics(totals)
+    metrics = sum_over_ranks(ppo_rlhf.accumulate_gradients(policy, narrow, rows, 30, False, args))
     metrics["ptx"] = ppo_rlhf.accumulate_ptx(policy, ppo_rlhf.collate([TEXTS[i] for i in share], PAD_ID, device), args)
     metrics["explained_variance"] = ppo_rlhf.explained_variance(narrow["returns"], narrow["old_values"], mask)
     tokens = torch.stack([logprobs, values, whitened])
     return {"gradient": gradient_of_parameters(policy), "metrics": metrics, "tokens": tokens}
 
 
-def run(folder):
+def run():
     """Everything by name: of this rank's share, or of all pairs and rows in one process."""
-    rank, _, device = ppo_rlhf.init_ranks()
-    share = SHARES[rank] if dist.is_initialized() else sum(SHARES, [])
-    results = [
-        run_reward_model(share, device, range(8)),
-        run_reward_model(share, device, [0, 2, 4]),
-        run_dpo(share, device, range(8), folder),
-        run_dpo(share, device, [0, 2, 4], folder),
-        run_ppo(share, device, range(8)),
-        run_ppo(share, device, [0, 2, 4]),
-    ]
-    return dict(zip(NAMES, results))
+    rank, world_size, device = ppo_rlhf.init_ranks()
+    share = SHARES[rank] if world_size > 1 else sum(SHARES, [])
+    runs = [(each, rows) for each in (run_reward_model, run_dpo, run_ppo) for rows in (range(8), [0, 2, 4])]
+    return {name: each(share, device, rows) for name, (each, rows) in zip(NAMES, runs, strict=True)}
 
 
 if __name__ == "__main__":
-    torch.save(run(sys.argv[1]), f"{sys.argv[1]}/{dist.get_rank()}.pt")
+    torch.save(run(), f"{sys.argv[1]}/{dist.get_rank()}.pt")
     dist.destroy_process_group()

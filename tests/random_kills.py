@@ -8,6 +8,7 @@ and another is begun. Exit status 1 unless weights, samples and metrics are alwa
 """
 
 import argparse
+import contextlib
 import json
 import random
 import shutil
@@ -52,7 +53,8 @@ def kill_and_resume(script, flags, run, reference, kills, seconds):
         if len(killed_after) < kills:
             wait_for_a_step(run, max(states, default=0), process)
             time.sleep(random.uniform(0, seconds))
-            process.send_signal(signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                process.send_signal(signal.SIGKILL)
         process.communicate()
         if process.returncode == -signal.SIGKILL:
             killed_after.append(steps_of(run)[0][-1])

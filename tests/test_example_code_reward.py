@@ -122,36 +122,20 @@ def write(path, size=0):
 def read(path):
     with open(path) as file:
         return file.read()
-def go_down():
-    os.mkdir("deeper")
-    os.chdir("deeper")
 """
 CASES = {
     "fork": ("os.fork()", "EAGAIN"),
+    "refused calls": ("sorted({met(system, 'syscall', number, *[0] * 6) for number in NUMBERS})", ["EPERM"]),
     "thread": ("threading.Thread(target=print).start()", "RuntimeError"),
-    "subprocess": ("subprocess.run(['/bin/true'])", "EAGAIN"),
-    "exec": ("os.execv('/bin/sh', ['sh'])", "EPERM"),
-    "exec by the loader": ("os.execv('/lib64/ld-linux-x86-64.so.2', ['ld', 'x'])", "EPERM"),
-    "exec from memory": ("os.memfd_create('x')", "EPERM"),
-    "kill the parent": ("os.kill(os.getppid(), 9)", "EPERM"),
-    "kill everything": ("os.kill(-1, 9)", "EPERM"),
-    "kill by number": ("sorted({met(os.kill, pid, 9) for pid in range(2, 40_000)})", ["EPERM"]),
     "see other processes": ("[os.getpid(), os.getppid(), met(os.listdir, '/proc')]", [1, 0, "ENOENT"]),
-    "ptrace": ("system('ptrace', 16, 1, 0, 0)", "EPERM"),
-    "memory of others": ("system('process_vm_readv', 2, None, 0, None, 0, 0)", "EPERM"),
-    "outlive the parent": ("system('prctl', 1, 0)", "EPERM"),
     "a big array": ("len(bytearray(10**10))", "MemoryError"),
-    "a growing list": ("[bytes(10**6) for _ in iter(int, 1)]", "MemoryError"),
     "a shared map": ("mmap.mmap(-1, 2**31)", "ENOMEM"),
-    "shared memory": ("system('shmget', 0, 2**20, 0o1600)", "EPERM"),
-    "message queues": ("system('msgget', 0, 0o1600)", "EPERM"),
     "locked memory": ("system('mlockall', 1)", "EPERM|ENOMEM"),
     "/dev/shm": ("write('/dev/shm/x')", "ENOENT"),
     "a big file": ("write('big', 2**21)", "EFBIG"),
     "a long hole": ("write('hole') or os.truncate('hole', 2**40)", "EFBIG"),
     "many files": ("[write(f'file{number}') for number in range(257)]", "ENOSPC"),
     "many megabytes": ("[write(f'file{number}', 10**6) for number in range(17)]", "ENOSPC"),
-    "deep folders": ("[go_down() for _ in range(257)]", "ENOSPC"),
     "many descriptors": ("[os.dup(0) for _ in range(65)]", "EMFILE"),
     "more processes allowed": ("resource.setrlimit(resource.RLIMIT_NPROC, (9, 9))", "ValueError"),
     "the data": ("[met(os.stat, path) for path in PATHS]", ["ENOENT"] * 6),
@@ -160,27 +144,17 @@ CASES = {
     "folders left open": ("{met(os.listdir, number) for number in range(64)} - {'ENOTDIR', 'EBADF'} or 'none'", "none"),
     "the project": ("sys.path.append(os.path.dirname(PATHS[1])) or __import__('grpo')", "ModuleNotFoundError"),
     "variables": ("dict(os.environ)", {}),
-    "variables of others": ("read('/proc/1/environ')", "ENOENT"),
     "the interpreter": ("open(os.__file__, 'a')", "EROFS|EACCES"),
-    "the interpreter's modes": ("os.chmod(os.__file__, 0o777)", "EROFS"),
     "packages": ("[name for path in PACKAGES if os.path.isdir(path) for name in os.listdir(path)]", []),
-    "an own package": ("write(os.path.dirname(os.__file__) + '/owned.py')", "EROFS"),
     "libraries": ("write('/usr/lib/owned')", "EROFS"),
     "devices": ("os.mknod('sda', 0o60666, os.makedev(8, 0))", "EPERM"),
     "code of its own": ("write('x.so', 4096) or mmap.mmap(os.open('x.so', 0), 4096, mmap.MAP_PRIVATE, 5)", "EPERM"),
-    "a user namespace": ("system('unshare', 0x10000000)", "EPERM"),
     "unmount": ("[met(system, 'umount2', path, 2) for path in (b'/', b'/usr/lib')]", ["EPERM"] * 2),
-    "mount": ("system('mount', b'x', b'/', b'tmpfs', 0, None)", "EPERM"),
-    "remount": ("system('mount', None, b'/usr/lib', None, 0x1020, None)", "EPERM"),
     "chroot": ("os.mkdir('deep') or os.chroot('deep')", "EPERM"),
     "another user": ("os.setresuid(1, 1, 1)", "EPERM|EINVAL"),
     "groups": ("os.setgroups([0])", "EPERM"),
     "capabilities": ("system('capset', b'\\x22\\x05\\x08\\x20' + bytes(4), b'\\xff' * 24)", "EPERM"),
-    "io_uring": ("system('syscall', 425, 1, bytes(120))", "EPERM"),
     "the internet": ("socket.create_connection(('127.0.0.1', 22), 2)", "EPERM"),
-    "local sockets": ("socket.socket(socket.AF_UNIX)", "EPERM"),
-    "netlink": ("socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)", "EPERM"),
-    "a virtual machine's host": ("socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)", "EPERM"),
     "stdin again": ("sys.stdin.read() + read(0) or 'nothing'", "nothing"),
 }
 # Each gives all that add is asked for, or would, were it not for what it does besides.
@@ -198,9 +172,6 @@ for number in {*range(1, 32)} - {9, 19}:
     signal.signal(number, signal.SIG_IGN)
 while True:
     pass
-# a slow regex
-import re
-re.match("(a*)*b", "a" * 99)
 # a sleep in a session of its own
 import os, time
 os.setsid()
@@ -219,8 +190,6 @@ for number in range(3, 64):
 # an end
 import os
 os._exit(0)
-# another end
-raise SystemExit(0)
 # a crash
 import ctypes
 ctypes.string_at(0)
@@ -241,34 +210,27 @@ deep = []
 for _ in range(10**6):
     deep = [deep]
 add = lambda *_: deep
-# a value in itself
-own = []
-own.append(own)
-add = lambda *_: own
 # a huge number
 add = lambda *_: 10**60_000
 # a long value
 add = lambda *_: "(" * 10**7
-# a value that is no number
-add = lambda *_: float("nan")
 # a writer of its own
 import json
 json.dumps = lambda *_, **__: "[5, [1, 2]]"
-# endless recursion
-import sys
-sys.setrecursionlimit(10**9)
-add = lambda *values: add(*values)
 """
 HOSTILE = {block.partition("\n")[0]: f"{ADD}# {block}" for block in HOSTILE.split("\n# ")[1:]}
 
 
 @pytest.fixture
-def paths(tmp_path):
-    """What is on the host, and readable for everyone: the data first."""
+def prelude(tmp_path):
+    """PRELUDE with what is on the host, and readable for everyone, the data first; and with the refused calls."""
     data = tmp_path / "tests.jsonl"
     data.write_text(json.dumps({"prompt": "", "answer": TESTS}))
     data.chmod(0o644)
-    yield [str(path) for path in (data, ROOT / "grpo.py", ROOT / "data", tmp_path, "/etc", "/usr/bin")]
+    known = [str(path) for path in (data, ROOT / "grpo.py", ROOT / "data", tmp_path, "/etc", "/usr/bin")]
+    numbers = runpy.run_path(str(ROOT / "examples" / "code_sandbox.py"))["NUMBERS"]
+    assert len(numbers) == 28
+    yield f"{PRELUDE}PATHS, NUMBERS = {known}, {[*numbers.values()]}\n"
     assert data.read_text().endswith("}") and [path.name for path in tmp_path.iterdir()] == ["tests.jsonl"]
     assert not Path(os.__file__).with_name("owned.py").exists() and not Path("/usr/lib/owned").exists()
 
@@ -279,15 +241,15 @@ def allowed(value):
 
 @boxed
 @pytest.mark.parametrize("name", CASES)
-def test_an_attack_meets_what_stops_it(name, paths):
+def test_an_attack_meets_what_stops_it(name, prelude):
     expression, value = CASES[name]
-    given = code_reward.run(f"{PRELUDE}PATHS = {paths}\n", [f"met(lambda: {expression})"])
+    given = code_reward.run(prelude, [f"met(lambda: {expression})"])
     assert json.loads(given)[0] in allowed(value)
 
 
 @boxed
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_program_earns_nothing_and_ends(name, monkeypatch, paths):  # noqa: ARG001
+def test_a_hostile_program_earns_nothing_and_ends(name, monkeypatch, prelude):  # noqa: ARG001
     monkeypatch.setattr(code_reward, "SECONDS", 2)
     assert code_reward.reward_fn(completion(HOSTILE[name]), TESTS) == 0
 
@@ -353,10 +315,10 @@ def as_nobody():
 
 
 @boxed
-def test_an_ordinary_user_has_the_same_box(as_nobody, paths):
+def test_an_ordinary_user_has_the_same_box(as_nobody, prelude):
     code = "print(json.dumps([json.loads(code_reward.run(job[0], [call]))[0] for call in job[1]]))"
     calls = [f"met(lambda: {expression})" for expression, _ in CASES.values()]
-    done = as_nobody(code, [f"{PRELUDE}PATHS = {paths}\n", calls])
+    done = as_nobody(code, [prelude, calls])
     assert done.returncode == 0, done.stderr
     given = dict(zip(CASES, json.loads(done.stdout)))
     assert {name: value for name, value in given.items() if value not in allowed(CASES[name][1])} == {}
@@ -379,18 +341,16 @@ def test_without_namespaces_it_is_refused_in_one_line(reason, tmp_path):
     assert len(said) == 1 and reason in said[0] and "--unsafe" in said[0]
 
 
-def test_unsafe_leaves_limits_and_refused_calls(as_nobody):
+def test_unsafe_leaves_limits_and_refused_calls(as_nobody, prelude):
     """And it can read what its user can read: that is what unsafe means."""
     data = Path(tempfile.mkdtemp(dir="/tmp"), "tests.jsonl")
     data.parent.chmod(0o755)
     data.write_text(TESTS)
-    kept = "fork", "thread", "exec", "kill everything", "ptrace", "a big array", "shared memory", "a big file"
-    kept = {
-        name: CASES[name] for name in (*kept, "more processes allowed", "variables", "the internet", "local sockets")
-    }
+    kept = "fork", "thread", "refused calls", "a big array", "a big file", "more processes allowed", "variables"
+    kept = {name: CASES[name] for name in (*kept, "the internet")}
     calls = [f"met(lambda: {expression})" for expression, _ in kept.values()] + [f"read({str(data)!r})"]
     code = "code_reward.UNSAFE = True\nprint(code_reward.run(*job).decode())"
-    done = as_nobody(code, [PRELUDE + "os.chdir('/tmp')\n", calls])
+    done = as_nobody(code, [prelude + "os.chdir('/tmp')\n", calls])
     shutil.rmtree(data.parent)
     assert done.returncode == 0, done.stderr
     *given, text = json.loads(done.stdout)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import datasets
 import pytest
+import tyro
 
 import grpo
 
@@ -25,9 +26,7 @@ grpo.score_completions = SCORE
 
 SETTINGS = {"DATASET": "sums", "EVAL_PROMPTS": "4", "PROMPTS": "8", "SAMPLES": "4", "ROUNDS": "2", "STEPS": "2"}
 SETTINGS |= {"EPOCHS": "1", "SFT": "--warmup-steps 0", "DPO": "--warmup-steps 0"}
-SETTINGS |= {
-    "GRPO": "--prompts-per-step 2 --group-size 4 --minibatch-size 8 --warmup-steps 0 --kl-coef 0 --save-every 1"
-}
+GRPO = "--prompts-per-step 2 --group-size 4 --minibatch-size 8 --warmup-steps 0 --kl-coef 0 --save-every 1"
 
 # The stages of each, and the model that each begins from.
 BASE, MADE = grpo.MODEL, "runs/{}/checkpoint".format
@@ -91,7 +90,7 @@ def do(words, monkeypatch, killed):
 
             patched.setattr(module, "pick_rows", die)
         try:
-            module.main(module.parse_args())
+            module.main(module.parse_args() if name == "sample" else tyro.cli(module.Args))
         except SystemExit:
             return 1
         except Killed:
@@ -102,7 +101,7 @@ def do(words, monkeypatch, killed):
 def call(name, monkeypatch, killed=None, status=0, **settings):
     """Run a shell with seed 3; return the lines that it prints and what it had python do."""
     path = f"{Path('bin').resolve()}:{os.environ['PATH']}"
-    environment = {**os.environ, **SETTINGS, "RUNS": "runs", "PATH": path, **settings}
+    environment = {**os.environ, **SETTINGS, "GRPO": GRPO, "RUNS": "runs", "PATH": path, **settings}
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     shell = subprocess.Popen(["sh", str(ROOT / "examples" / f"{name}.sh"), "3"], env=environment, **pipes)
     asked = []
@@ -212,19 +211,27 @@ FORMS = {
 }
 
 
+@pytest.mark.usefixtures("alone")
 def test_the_reward_is_the_weighted_sum_of_accuracy_and_format(capsys):
+    grpo.init_ranks()
     rewards = format_reward.score_completions([*FORMS], [{"answer": "2"}] * len(FORMS))
     assert rewards == pytest.approx([0.8 * right + 0.2 * form for right, form in FORMS.values()])
     said = f"accuracy {6 / 9:.3f}, format {3 / 9:.3f}, reward {0.8 * 6 / 9 + 0.2 * 3 / 9:.3f} of 9 completions\n"
     assert capsys.readouterr().out == said
 
 
-def test_its_runs_log_accuracy_by_the_rule_and_go_on(monkeypatch, capsys):
-    monkeypatch.setattr(grpo, "score_completions", format_reward.score_completions)
-    sizes = {"dataset": "sums", "prompts_per_step": 2, "group_size": 4, "minibatch_size": 8, "eval_prompts": 4}
-    grpo.main(grpo.Args(num_steps=1, run_dir="runs/a", **sizes))
-    grpo.main(grpo.Args(num_steps=2, resume="runs/a"))
-    assert "warning" not in capsys.readouterr().out
+def test_its_runs_log_accuracy_by_the_rule_and_go_on_with_it_alone():
+    """By the flags of grpo.py, which itself refuses to go on with such a run."""
+    program, flags = str(ROOT / "examples" / "format_reward.py"), "--dataset sums --eval-prompts 4 --num-steps 1"
+    for script, words, status in (
+        (program, f"{flags} {GRPO} --run-dir runs/a", 0),
+        (str(ROOT / "grpo.py"), "--resume runs/a --num-steps 2", 1),
+        (program, "--resume runs/a --num-steps 2", 0),
+    ):
+        done = subprocess.run([sys.executable, script, *words.split()], capture_output=True, text=True)
+        assert done.returncode == status, done.stderr
+        assert ("of 4 completions\n" in done.stdout) == (status == 0)
+    assert len(logged("a")) == 3
     samples = [json.loads(line) for line in Path("runs/a/eval_samples.jsonl").read_text().splitlines()]
     for line in logged("a")[::2]:
         own = [sample for sample in samples if sample["step"] == line["step"]]
@@ -232,10 +239,3 @@ def test_its_runs_log_accuracy_by_the_rule_and_go_on(monkeypatch, capsys):
         form = [format_reward.has_format(sample["completion"]) for sample in own]
         assert line["eval/accuracy"] == sum(right) / 4
         assert line["eval/reward"] == pytest.approx((0.8 * sum(right) + 0.2 * sum(form)) / 4)
-
-
-def test_it_takes_the_flags_of_grpo_py():
-    command = [sys.executable, str(ROOT / "examples" / "format_reward.py"), "--dataset", "sums", "--num-steps", "0"]
-    done = subprocess.run([*command, "--eval-prompts", "4", "--run-dir", "runs/a"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "accuracy " in done.stdout and "of 4 completions\n" in done.stdout and len(logged("a")) == 1

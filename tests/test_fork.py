@@ -10,10 +10,11 @@ import sys
 
 import pytest
 import torch
-from test_copies import MARKER, ROOT
+from test_copies import MARKER
 from test_gradients import model, rows  # noqa: F401, fixtures that the page's test imports, too
 from test_losses import hand_inputs  # noqa: F401
 from test_training import read
+from tiny import ROOT, build_model, make_args, make_batch, relative_error
 
 import cispo
 import grpo
@@ -91,11 +92,11 @@ def failures(fork, **fixtures):
 
 
 @pytest.mark.parametrize("name", DIFFS)
-def test_a_fork_adds_at_most_ten_lines_and_none_below_the_line(name, folder):
+def test_a_fork_adds_at_most_ten_lines_and_only_the_entropy_bonus_edits_below_the_line(name, folder):
     added = [line for line in DIFFS[name].splitlines()[1:] if line.startswith("+")]
     source, fork = ((folder / f"{script}.py").read_text(encoding="utf-8") for script in ("grpo", name))
     assert 1 <= len(added) <= 10 and source != fork
-    assert source.partition(MARKER)[2] == fork.partition(MARKER)[2]
+    assert (source.partition(MARKER)[2] == fork.partition(MARKER)[2]) == (name != "my_entropy")
 
 
 def test_the_length_penalty_is_what_the_page_says(forks, tmp_path):
@@ -132,6 +133,27 @@ def test_the_test_of_the_page_passes_on_its_fork_and_fails_on_grpo(forks, model,
     tests, failed = failures(forks["my_cispo"], **fixtures)
     assert len(tests) == 2 and not failed
     assert failures(grpo, **fixtures)[1] == tests
+
+
+def test_entropies_have_the_gradient_of_plain_logits_in_the_fork_and_none_in_grpo(forks, tmp_path):
+    """Of rows of advantage 0, without KL term: what is left is the bonus."""
+    fork, model = forks["my_entropy"], build_model("llama")  # noqa: F811
+    batch = make_batch(model)
+    batch["advantages"], rows = torch.zeros_like(batch["advantages"]), torch.arange(8)  # noqa: F811
+    inputs = [batch[key] for key in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")]
+    assert not grpo.token_logprobs(model, *inputs, 0.7)[1].requires_grad
+    mean_entropies = []
+    for prompt_ids, prompt_mask, completion_ids, completion_mask in zip(*inputs):
+        ids = torch.cat([prompt_ids[prompt_mask == 1], completion_ids[completion_mask == 1]]).unsqueeze(0)
+        distributions = (model(ids).logits[0, prompt_mask.sum() - 1 : -1] / 0.7).log_softmax(-1)
+        mean_entropies.append(-(distributions.exp() * distributions).sum(1).mean())
+    exact = torch.autograd.grad(sum(mean_entropies) / 8, list(model.parameters()))
+    args = make_args(fork, kl_coef=0.0, microbatch_tokens=20, entropy_coef=0.3)
+    metrics = fork.accumulate_gradients(fork.LogprobModel(model), batch, rows, 8, True, args)
+    gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    assert relative_error(-gradient, 0.3 * torch.cat([part.flatten() for part in exact])) < 1e-9
+    assert metrics["policy/entropy"] > 0 and not metrics["policy/entropy"].requires_grad
+    train(fork, tmp_path / "run")
 
 
 @pytest.mark.parametrize("mistake", WRONG)

@@ -48,13 +48,14 @@ def test_numbers(job):
 
 
 def test_numbers_notice_a_sampler_that_is_not_the_policy(job, monkeypatch):
-    def build(job):
-        policy, sampler, device = whole(job)
-        sampler.model.embed_tokens.weight.data.mul_(1.5)
-        return policy, sampler, device
+    def generate(model, *given, **more):
+        model.model.embed_tokens.weight.data.mul_(1.5)
+        found = whole(model, *given, **more)
+        model.model.embed_tokens.weight.data.div_(1.5)
+        return found
 
-    whole = benchmark.build
-    monkeypatch.setattr(benchmark, "build", build)
+    whole = grpo.generate
+    monkeypatch.setattr(grpo, "generate", generate)
     rows = list(benchmark.check_numbers(job))
     assert [what for what, *_, holds in rows if holds is False][:1] == ["sampler and training, positions 0 to 24: KL"]
 
@@ -67,8 +68,8 @@ def test_rollout_and_its_peer(job):
 
 @pytest.mark.parametrize("script", [grpo, ppo_rlhf, dpo])
 def test_training(job, monkeypatch, script):
-    monkeypatch.setattr(script, "save", script.save)  # put back what the section replaces
-    monkeypatch.setattr(script, "read_clock", getattr(script, "read_clock", None), raising=False)
+    for name in ("save", "gathered"):  # put back what the section replaces
+        monkeypatch.setattr(script, name, getattr(script, name))
     rows = as_dict(benchmark.time_training(job | {"script": script.__name__}))
     assert rows["update: tokens a second"] > 0 and rows["update: model FLOP utilisation"] > 0
     assert rows["peak of the update by tools/memory.py, GB"] > 0
@@ -129,27 +130,14 @@ def test_failures_are_written_and_the_rest_goes_on(tmp_path, monkeypatch, capsys
     assert "| not run | no time left |" in text and "failed: resume, ranks" in capsys.readouterr().out
 
 
-def test_without_a_gpu_tiny_must_be_given(monkeypatch):
-    monkeypatch.setattr(benchmark, "read_machine", lambda: ("", "a machine"))
-    with pytest.raises(SystemExit, match="no GPU: --tiny"):
-        benchmark.main(benchmark.Args())
-
-
-def test_command_line(tmp_path):
-    """One section from the command line, its model being made before."""
-    command = [sys.executable, benchmark.__file__]
-    flags = [
-        "--tiny",
-        "--out",
-        str(tmp_path / "gpu.md"),
-        "--skip",
-        "training",
-        "resume",
-        "ranks",
-        "rollout",
-        "defaults",
-    ]
-    done = subprocess.run([*command, *flags], capture_output=True, text=True)
+def test_command_line(tmp_path, monkeypatch):
+    """One section from the command line, its model being made before; without a GPU --tiny must be given."""
+    skip = "--skip training resume ranks rollout defaults".split()
+    command = [sys.executable, benchmark.__file__, "--tiny", "--out", str(tmp_path / "gpu.md"), *skip]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     text = (tmp_path / "gpu.md").read_text()
     assert "## numbers tiny (" in text and "| under 1e-3 | yes |" in text and "**no**" not in text
+    monkeypatch.setattr(benchmark, "read_machine", lambda: ("", "a machine"))
+    with pytest.raises(SystemExit, match="no GPU: --tiny"):
+        benchmark.main(benchmark.Args())

@@ -85,66 +85,18 @@ def rows(model):
     }
 
 
-def policy_gradient_error(model, rows, objective, temperature=TEMPERATURE, mask=None, shift=0, scale=1.0):
-    """Relative error of the mean over completions of the gradient of policy_loss at ratio 1; by default used rightly.
-
-    Against the exact gradient of eq. 3, or, with the division by |o| undone, that of the expected reward.
-    """
-    if objective == "paper":
-        advantages = rows["advantages"]
-        exact = gradient_of(model, (rows["probabilities"] * rows["advantages"] / rows["lengths"]).sum())
-    else:
-        advantages = rows["advantages"] * rows["lengths"]
-        exact = gradient_of(model, (rows["probabilities"] * rows["rewards"]).sum())
-    logprobs, _ = grpo.token_logprobs(model, *rows["inputs"], temperature)
-    logprobs = logprobs.roll(shift, 1)
-    mask = rows["mask"] if mask is None else mask
-    # The loss is proportional to positive factors of the advantages: probabilities may stand there.
-    advantages = advantages * rows["probabilities"].detach() * scale
-    loss, _ = grpo.policy_loss(logprobs, logprobs.detach(), None, advantages, mask, 0.2, 0.0)
-    return relative_error(gradient_of(model, loss), -exact)
-
-
 # ---- exact gradients
 
 
-def test_probabilities_of_all_completions_sum_to_1(rows):
+def test_what_is_enumerated_is_all_that_generate_samples(model, rows):
     sums = rows["probabilities"].view(len(PROMPTS), -1).sum(1)
     torch.testing.assert_close(sums, torch.ones(len(PROMPTS)).double(), rtol=1e-12, atol=0)
-
-
-def test_generate_pads_and_masks_as_enumerated(model, rows):
     torch.manual_seed(0)
     prompt_ids, prompt_mask, *completions = rows["inputs"]
     enumerated = {str(row) for row in torch.cat(completions, 1).tolist()}
     sampled = grpo.generate(model, prompt_ids, prompt_mask, MAX_LENGTH, TEMPERATURE, [STOP_ID], PAD_ID)
     sampled = {str(row) for row in torch.cat(sampled, 1).tolist()}
     assert sampled <= enumerated and len(sampled) > 10
-
-
-@pytest.mark.parametrize("objective", ["paper", "expected reward"])
-def test_expected_gradient_is_exact(model, rows, objective):
-    assert policy_gradient_error(model, rows, objective) < 1e-9
-
-
-WRONG = {
-    "stop token masked out": lambda ids, mask: {"mask": mask * (ids != STOP_ID)},
-    "masked by token id": lambda ids, mask: {"mask": mask * (ids != PAD_ID)},
-    "another temperature": lambda ids, mask: {"temperature": 1.0},  # noqa: ARG005
-    "shifted by one": lambda ids, mask: {"shift": 1},  # noqa: ARG005
-    "mean over the padded width": lambda ids, mask: {"scale": mask.sum(1) / ids.shape[1]},
-}
-
-
-@pytest.mark.parametrize("objective", ["paper", "expected reward"])
-@pytest.mark.parametrize("wrong", WRONG)
-def test_wrong_gradients_are_told_apart(model, rows, objective, wrong):
-    assert policy_gradient_error(model, rows, objective, **WRONG[wrong](*rows["inputs"][2:])) > 1e-3
-
-
-def test_division_by_length_is_not_the_gradient_of_the_reward(model, rows):
-    """Which is why the exact gradient of the reward above undoes it."""
-    assert policy_gradient_error(model, rows, "expected reward", scale=1 / rows["lengths"]) > 1e-3
 
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "dapo", "cispo"])
@@ -173,51 +125,6 @@ def test_expected_gradient_of_groups_of_two_is_exact(model, rows, name):
     assert relative_error(gradient_of(model, loss), -exact) < 1e-9
 
 
-# ---- the exact gradient of the KL term
-
-
-@pytest.fixture(scope="module")
-def ref():
-    model = build_model("llama", vocab_size=VOCAB_SIZE)
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-    return model
-
-
-def mean_kl_term(model, ref, rows, scale):
-    """Mean over completions, times scale, of the KL term of policy_loss."""
-    logprobs, _ = grpo.token_logprobs(model, *rows["inputs"], TEMPERATURE)
-    ref_logprobs = grpo.token_logprobs(ref, *rows["inputs"], TEMPERATURE)[0].detach()
-    terms = []
-    for row in range(len(logprobs)):
-        new, ref_row, mask = (x[row : row + 1] for x in (logprobs, ref_logprobs, rows["mask"]))
-        terms.append(grpo.policy_loss(new, new.detach(), ref_row, new.new_zeros(1), mask, 0.2, 1.0)[0])
-    return (rows["probabilities"].detach() * scale * torch.stack(terms)).sum()
-
-
-def test_expected_gradient_of_the_kl_term_is_exact(model, ref, rows):
-    """Sampling fixed, the derivative of k3 to log π is 1 - ρ, and a completion has the mean over its tokens."""
-    rho = (exact_logprobs(ref)[0] - rows["logprobs"]).exp().detach()
-    terms = ((1 - rho) * rows["logprobs"] * rows["mask"]).sum(1) / rows["lengths"]
-    exact = gradient_of(model, (rows["probabilities"].detach() * terms).sum())
-    assert relative_error(gradient_of(model, mean_kl_term(model, ref, rows, 1.0)), exact) < 1e-9
-
-
-def test_kl_term_by_whole_distributions(model, ref, rows):
-    """Summed over tokens, k3 has the mean of KL(π || ref) and the gradient of KL(ref || π), after every prefix."""
-    p, q = rows["distributions"], exact_logprobs(ref)[1].detach()
-    weights = rows["probabilities"].detach()[:, None] * rows["mask"]
-    kl = (weights * (p.exp() * (p - q)).sum(2)).sum()
-    reverse_kl = (weights * (q.exp() * (q - p)).sum(2)).sum()
-    term = mean_kl_term(model, ref, rows, rows["lengths"])
-    assert kl > 0.1
-    torch.testing.assert_close(term, kl, rtol=1e-9, atol=0)
-    assert relative_error(gradient_of(model, term), gradient_of(model, reverse_kl)) < 1e-9
-    assert relative_error(gradient_of(model, term), gradient_of(model, kl)) > 1e-3
-
-
 # ---- gradients that are accumulated, whatever the microbatches, padding and order
 
 
@@ -236,7 +143,7 @@ def script(request):
 
 @pytest.fixture(scope="module")
 def policy(script):
-    return script.LogprobModel(build_model("llama")).train()
+    return script.LogprobModel(build_model("llama"))
 
 
 @pytest.fixture(scope="module")
@@ -261,9 +168,7 @@ def test_accumulated_gradient_is_that_of_the_mean_loss(script, policy, batch, on
     assert relative_error(gradient, gradient_of(policy, loss / 8)) < 1e-12
     mask = inputs["completion_mask"]
     expected |= {"policy/entropy": (entropies * mask).sum(), "num_tokens": mask.sum()}
-    if "num_sequences" in metrics:  # gspo's fractions are of completions
-        expected["num_sequences"] = torch.tensor(8)
-    torch.testing.assert_close(metrics, expected, check_dtype=False)
+    torch.testing.assert_close(dict(metrics), expected, check_dtype=False)
     assert not any(value.requires_grad for value in metrics.values())
 
 
@@ -282,12 +187,9 @@ def test_microbatches_change_neither_gradient_nor_metrics(script, policy, batch,
     torch.testing.assert_close(metrics, whole[1], rtol=1e-9, atol=0)
 
 
-def test_gradients_of_parts_add_up(script, policy, batch, whole):
+def test_neither_parts_nor_the_order_of_rows_matter(script, policy, batch, whole):
     parts = [accumulate(script, policy, batch, rows)[0] for rows in ([0, 3, 5], [7, 1], [2, 4, 6])]
     assert relative_error(sum(parts), whole[0]) < 1e-9
-
-
-def test_order_of_rows_does_not_matter(script, policy, batch, whole):
     order = torch.tensor([5, 2, 7, 0, 3, 6, 1, 4])
     assert relative_error(accumulate(script, policy, batch, order, microbatch_tokens=30)[0], whole[0]) < 1e-9
     permuted = {key: value[order] for key, value in batch.items()}

@@ -39,15 +39,11 @@ def mean_gradient(policy, coefficients):
     return kl.mean_and_std(policy, coefficients)[0]
 
 
-def test_every_completion_is_there(policy):
-    assert len(policy.ids) == 85
-    assert policy.sampled.sum().item() == pytest.approx(1, abs=1e-12)
-
-
 # ---- values
 
 
 def test_k1_and_k3_are_unbiased_and_k2_is_not(policy, found, ref_logprobs):
+    assert len(policy.ids) == 85 and policy.sampled.sum().item() == pytest.approx(1, abs=1e-12)
     logprobs = policy.logprobs.detach()
     exact = (policy.sampled * (logprobs.sum(1) - ref_logprobs.sum(1))).sum().item()
     assert exact > 0.1
@@ -72,15 +68,12 @@ def test_k1_over_the_length_in_the_loss_makes_completions_longer(policy, ref_log
     assert relative_error(gradient, kl.gradient(policy, mean_inverse)) < 1e-9
 
 
-@pytest.mark.parametrize("name", ["k2", "ratio · k3"])
-def test_k2_and_ratio_k3_in_the_loss_have_the_gradient_of_tokens_only(found, name):
-    assert relative_error(mean_of(found, "loss", name), found.token_gradient) < 1e-9
-    assert relative_error(mean_of(found, "loss", name), found.gradient) > 0.1
-
-
-def test_k2_and_ratio_k3_agree_sample_by_sample(policy, ref_logprobs):
+def test_k2_and_ratio_k3_in_the_loss_agree_and_have_the_gradient_of_tokens_only(policy, found, ref_logprobs):
+    for name in ("k2", "ratio · k3"):
+        assert relative_error(mean_of(found, "loss", name), found.token_gradient) < 1e-9
+        assert relative_error(mean_of(found, "loss", name), found.gradient) > 0.1
     k2, ratio_k3 = (kl.in_loss(estimator, policy.logprobs, ref_logprobs) for estimator in (kl.k2, kl.ratio_k3))
-    torch.testing.assert_close(k2, ratio_k3, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(k2, ratio_k3, rtol=1e-9, atol=1e-12)  # sample by sample
 
 
 def test_k2_of_a_whole_completion_in_the_loss_is_k1_in_the_reward(policy, ref_logprobs):
@@ -106,19 +99,13 @@ def test_of_one_token_k2_and_ratio_k3_in_the_loss_are_exact_and_k3_is_not():
     assert relative_error(mean_of(found, "loss", "k3"), found.gradient) > 0.1
 
 
-@pytest.mark.parametrize("name", ["k1", "k1, less its mean", "k1 to go, `ppo_rlhf.py`"])
-def test_k1_in_the_reward_is_exact(found, name):
-    assert relative_error(mean_of(found, "reward", name), found.gradient) < 1e-9
-
-
-def test_the_two_parts_of_k3_make_the_whole(found):
+def test_in_the_reward_k1_is_exact_k2_is_not_the_gradient_and_the_two_parts_of_k3_make_the_whole(found):
+    for name in ("k1", "k1, less its mean", "k1 to go, `ppo_rlhf.py`"):
+        assert relative_error(mean_of(found, "reward", name), found.gradient) < 1e-9
+    assert relative_error(mean_of(found, "reward", "k2"), found.gradient) > 1
     in_reward, in_loss = mean_of(found, "reward", "k3"), mean_of(found, "loss", "k3")
     assert relative_error(in_reward + in_loss, found.gradient) < 1e-9
     assert relative_error(in_reward, found.gradient) > 1 and relative_error(in_loss, found.gradient) > 0.1
-
-
-def test_k2_in_the_reward_is_not_the_gradient(found):
-    assert relative_error(mean_of(found, "reward", "k2"), found.gradient) > 1
 
 
 def test_near_the_reference_losses_agree_and_rewards_of_k2_and_k3_vanish(policy):

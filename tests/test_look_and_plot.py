@@ -25,8 +25,7 @@ HOSTILE = '</script><img src=x onerror=alert(1)><!--<script>alert(2)</script> & 
 def write_run(folder, rows, script="grpo", **settings):
     """A run's folder as the scripts leave it, with these metrics."""
     folder.mkdir(parents=True)
-    about = {"script": script, "data": ["8 training rows (abc)"], "functions": {"reward_fn": "0123"}}
-    about |= {"functions": settings.pop("functions", about["functions"])}
+    about = {"script": script, "entry": settings.pop("entry", f"{script}.py"), "data": ["8 training rows (abc)"]}
     args = {"model": "models/tiny", "learning_rate": 0.1, "seed": 1, "run_dir": str(folder), "run": about} | settings
     (folder / "args.json").write_text(json.dumps(args))
     write_rows(folder / "metrics.jsonl", rows)
@@ -85,7 +84,7 @@ def test_seeds_become_a_mean_and_a_band(tmp_path, capsys):
     assert (tmp_path / "three.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_runs_of_other_lengths_have_a_mean_as_far_as_all_go_and_then_thin_lines(tmp_path, capsys):
+def test_where_not_all_runs_have_a_step_lines_are_thin(tmp_path, capsys):
     long = write_run(tmp_path / "long", accuracies(0.0, 0.5, 0.75, 1.0))
     short = write_run(tmp_path / "short", accuracies(0.5, 1.0), seed=2)
     with (short / "metrics.jsonl").open("a") as file:
@@ -94,15 +93,11 @@ def test_runs_of_other_lengths_have_a_mean_as_far_as_all_go_and_then_thin_lines(
     lines, _ = draw_lines(long, short, without)
     assert lines[0] == ([0, 4], [0.25, 0.75])
     assert ([4, 8, 12], [0.5, 0.75, 1.0]) in lines[1:]
-    cells = table_cells(run_plot(capsys, long, short, without, out=str(tmp_path / "x.png")))
-    assert cells["grpo", "eval/accuracy"] == ["2", "4", "0.75", "0.5", "1"]
+    cells = table_cells(run_plot(capsys, long, short, without, f"{short}/.", out=str(tmp_path / "x.png")))
+    assert cells["grpo", "eval/accuracy"] == ["2", "4", "0.75", "0.5", "1"]  # a run given twice counts once
     assert cells["grpo", "reward/mean"] == ["1", "1", "1", "1", "1"]
-
-
-def test_runs_without_a_common_step_are_thin_lines(tmp_path):
-    first, second = write_run(tmp_path / "a", accuracies(0.5)), tmp_path / "b"
-    write_run(second, [{"step": 1, "eval/accuracy": 0.25}, {"step": 2, "eval/accuracy": 1.0}], seed=2)
-    lines, _ = draw_lines(first, second)
+    other = [{"step": 1, "eval/accuracy": 0.25}, {"step": 2, "eval/accuracy": 1.0}]
+    lines, _ = draw_lines(write_run(tmp_path / "a", accuracies(0.5)), write_run(tmp_path / "b", other, seed=2))
     assert lines[0] == ([], []) and ([1, 2], [0.25, 1.0]) in lines
 
 
@@ -113,21 +108,17 @@ def test_labels_have_what_differs_and_nothing_else(tmp_path):
     c = write_run(tmp_path / "c", rows, learning_rate=0.2)
     d = write_run(tmp_path / "d", rows, learning_rate=0.2, model="other/models/large")
     e = write_run(tmp_path / "e", rows, script="dapo", learning_rate=0.3)
-    f = write_run(tmp_path / "f", rows, functions={"reward_fn": "4567"})
+    f = write_run(tmp_path / "f", rows, entry="format_reward.py")
     assert labels(a, b) == {"grpo": ["a", "b"]}
     assert labels(a, b, c) == {"learning_rate 0.1": ["a", "b"], "learning_rate 0.2": ["c"]}
     assert labels(c, d) == {"model tiny": ["c"], "model large": ["d"]}
     assert labels(a, e) == {"grpo": ["a"], "dapo": ["e"]}
     assert labels(a, c, e) == {"grpo, learning_rate 0.1": ["a"], "grpo, learning_rate 0.2": ["c"], "dapo": ["e"]}
-    assert labels(a, f) == {"reward_fn 0123": ["a"], "reward_fn 4567": ["f"]}
-
-
-def test_paths_that_end_alike_and_labels_cut_alike_stay_apart(tmp_path):
-    rows = accuracies(0.5)
-    a, b = (write_run(tmp_path / name, rows, model=f"runs/{name}/checkpoint") for name in "ab")
-    assert list(labels(a, b)) == ["model runs/a/checkpoint", "model runs/b/checkpoint"]
-    c, d = (write_run(tmp_path / name, rows, system_prompt="so long " * 20 + name) for name in "cd")
-    assert len(labels(c, d)) == 2
+    assert labels(a, f) == {"entry grpo.py": ["a"], "entry format_reward.py": ["f"]}
+    g, h = (write_run(tmp_path / name, rows, model=f"runs/{name}/checkpoint") for name in "gh")
+    assert list(labels(g, h)) == ["model runs/g/checkpoint", "model runs/h/checkpoint"]  # which end alike
+    i, j = (write_run(tmp_path / name, rows, system_prompt="so long " * 20 + name) for name in "ij")
+    assert len(labels(i, j)) == 2  # and these are cut alike
 
 
 def test_mixed_scripts_show_what_two_have_and_each_main_evaluation(tmp_path):
@@ -139,36 +130,30 @@ def test_mixed_scripts_show_what_two_have_and_each_main_evaluation(tmp_path):
     assert lines[0] == ([1], [1.0])
 
 
-def test_a_run_given_twice_counts_once(tmp_path, capsys):
-    run = write_run(tmp_path / "a", accuracies(0.5))
-    assert table_cells(run_plot(capsys, run, f"{run}/."))["grpo", "eval/accuracy"][0] == "1"
-    assert (run / "plot.png").exists()
-
-
 def test_metrics_can_be_chosen_and_what_is_no_number_is_left_out(tmp_path, capsys):
     rows = [{"step": 1, "own/key": 1.5}, {"step": 2, "own/key": float("nan")}, {"step": 3, "own/key": "torch.inf"}]
     run = write_run(tmp_path / "a", rows)
     assert table_cells(run_plot(capsys, run, metrics=["own/key"])) == {("grpo", "own/key"): ["1", "1", *["1.5"] * 3]}
+    assert (run / "plot.png").exists()
 
 
-def bad_runs(tmp_path):
+BAD = {
+    "nothing": "no such folder",
+    "folder": "no run, it has no args.json",
+    "new": "no metrics yet",
+    "newer": "no metrics yet",
+    "broken": "line 2 is no JSON object with a step",
+    "list": "no JSON object of settings",
+}
+
+
+def test_bad_input_is_one_line(tmp_path):
     (tmp_path / "folder").mkdir()
     write_run(tmp_path / "new", [])
     (write_run(tmp_path / "newer", []) / "metrics.jsonl").unlink()
     (write_run(tmp_path / "broken", []) / "metrics.jsonl").write_text('{"step": 1, "a": 1}\n{"step": 2\n{"step": 3}\n')
     (write_run(tmp_path / "list", accuracies(0.5)) / "args.json").write_text("[]")
-    return {
-        "nothing": "no such folder",
-        "folder": "no run, it has no args.json",
-        "new": "no metrics yet",
-        "newer": "no metrics yet",
-        "broken": "line 2 is no JSON object with a step",
-        "list": "no JSON object of settings",
-    }
-
-
-def test_bad_input_is_one_line(tmp_path):
-    for name, message in bad_runs(tmp_path).items():
+    for name, message in BAD.items():
         for call in (look.gather, plot.read_run):
             with pytest.raises(SystemExit, match=message) as caught:
                 call(str(tmp_path / name))
@@ -228,16 +213,7 @@ def read_page(folder):
 def test_the_page_itself_loads_nothing_and_inserts_no_html():
     assert not {"src", "href", "action"} & {name for _, attrs, _ in Page(look.PAGE).elements for name in attrs}
     assert "default-src 'none'" in look.PAGE
-    for word in (
-        "innerHTML",
-        "outerHTML",
-        "insertAdjacentHTML",
-        "document.write",
-        "eval(",
-        "fetch(",
-        "url(",
-        "import(",
-    ):
+    for word in "innerHTML outerHTML insertAdjacentHTML document.write eval( fetch( url( import(".split():
         assert word not in look.PAGE, word
     assert look.PAGE.count("http") == look.PAGE.count("http-equiv") == 1
     assert len((TOOLS / "look.py").read_text().splitlines()) <= 150

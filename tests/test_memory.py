@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen2Config
 
@@ -19,13 +18,13 @@ import ppo_rlhf
 PAGE, CPU = Path(__file__).resolve().parents[1] / "docs" / "memory.md", torch.device("cpu")
 
 
+pytestmark = pytest.mark.usefixtures("alone")
+
+
 @pytest.fixture(autouse=True)
 def cpu_chunks(monkeypatch):
-    """The chunks of the LM head are smaller on a CPU. The group of one that FSDP needed ends with the test."""
+    """The chunks of the LM head are smaller on a CPU."""
     monkeypatch.setattr(memory, "CHUNK", 2**24 * 4)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def make_config(hidden=64, inner=256, layers=4, vocab=300, tied=True, shared=1):
@@ -51,10 +50,9 @@ def make_settings(script="grpo", **settings):
 def make_policy(config, settings):
     """A random policy as main of grpo.py makes it."""
     torch.manual_seed(0)
-    model = grpo.add_adapters(AutoModelForCausalLM.from_config(config), settings.lora_rank)
-    if settings.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return grpo.shard(grpo.LogprobModel(model).train(), CPU, settings.precision)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model = grpo.add_adapters(model, settings.lora_rank) if settings.lora_rank else model
+    return grpo.shard(grpo.LogprobModel(model), CPU, settings.precision, settings.gradient_checkpointing)
 
 
 def count_peak(run):
@@ -97,10 +95,7 @@ def count_update(config, settings, rows):
 def test_bytes_of_weights_gradients_and_moments_are_exact(rank, precision, tied):
     config, settings = make_config(tied=tied), make_settings(precision="bfloat16", lora_rank=rank)
     settings.precision, settings.kl_coef = precision, 0.04
-    torch.manual_seed(0)
-    model = grpo.add_adapters(AutoModelForCausalLM.from_config(config), rank)
-    sampler = None if rank or precision == "float32" else grpo.make_sampler(model, CPU, precision)
-    policy = grpo.shard(grpo.LogprobModel(model).train(), CPU, precision)
+    policy = make_policy(config, settings)
     reference = AutoModelForCausalLM.from_config(config).requires_grad_(False)
     reference = grpo.shard(grpo.LogprobModel(reference), CPU, precision)
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
@@ -116,7 +111,6 @@ def test_bytes_of_weights_gradients_and_moments_are_exact(rank, precision, tied)
         counted["policy: adapters"] = count_bytes(adapters)
     else:
         counted["reference"] = count_bytes(reference.parameters())
-        counted["sampler"] = count_bytes(sampler.parameters() if sampler else reference.parameters())
     weights, gradients = memory.weight_bytes(memory.count_models(config, "grpo"), settings, ranks=1)
     assert weights == counted
     assert gradients == count_bytes(weight.grad for weight in trained)
@@ -133,11 +127,28 @@ def test_ppo_has_a_value_model_and_a_reward_model_too():
     assert gradients == weights["policy"] + weights["value model"]
 
 
-def test_ranks_share_all_but_the_sampler():
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("precision, rank", [("bfloat16", 0), ("bfloat16", 8), ("float32", 0), ("float32", 8)])
+def test_what_is_gathered_for_a_rollout_takes_what_was_counted_and_is_given_back(precision, rank, tied):
+    config, settings = make_config(hidden=256, inner=512, vocab=3000, tied=tied), make_settings(lora_rank=rank)
+    settings.precision = precision
+    policy = make_policy(config, settings)
+
+    def run():
+        with grpo.gathered(policy):
+            pass
+
+    expected = memory.gathered_bytes(memory.count_model(config), settings, ranks=1)
+    assert expected <= count_peak(run) <= 1.05 * expected
+    assert expected <= count_peak(run) <= 1.05 * expected  # a second one adds as much, as the first left nothing
+
+
+def test_ranks_share_all_but_what_they_gather():
     settings, models = make_settings(), memory.count_models(make_config(), "grpo")
     (one, gradients), (four, quarter) = (memory.weight_bytes(models, settings, ranks) for ranks in (1, 4))
-    assert four == {name: size if name == "sampler" else size / 4 for name, size in one.items()}
-    assert quarter == gradients / 4
+    assert four == {name: size / 4 for name, size in one.items()} and quarter == gradients / 4
+    gathered = [memory.gathered_bytes(models["policy"], settings, ranks) for ranks in (1, 4)]
+    assert gathered[0] == gathered[1] > 0
 
 
 # ---- what comes and goes
@@ -172,12 +183,12 @@ def test_the_head_takes_what_was_counted(tokens, tied):
 def test_the_rollout_takes_what_was_counted(vocab, tokens, shared):
     """Once its cache is most of it, once its logits are."""
     config = make_config(hidden=128, inner=128, layers=3, vocab=vocab, shared=shared)
-    torch.manual_seed(0)
-    sampler = grpo.make_sampler(AutoModelForCausalLM.from_config(config), CPU, "bfloat16")
+    policy = make_policy(config, make_settings())
     prompts = torch.randint(2, 100, (8, 16)).repeat_interleave(4, 0)
     mask = torch.ones_like(prompts)
     mask[:4, :3] = 0  # without padding there would be no mask, and another path through attention
-    counted = count_peak(lambda: grpo.generate(sampler, prompts, mask, tokens, 1.0, [], 0))
+    with grpo.gathered(policy) as sampler:
+        counted = count_peak(lambda: grpo.generate(sampler, prompts, mask, tokens, 1.0, [], 0))
     lengths = {"max_prompt_length": 16, "max_completion_length": tokens}
     settings = make_settings(prompts_per_step=8, group_size=4, **lengths)
     settings.eval_prompts = 0

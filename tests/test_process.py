@@ -227,4 +227,4 @@ def test_groups_of_equal_steps_cost_no_pass(tmp_path, monkeypatch):
     line, seen = train(tmp_path, monkeypatch, kl_coef=0.0)
     assert sorted(row for _, rows in seen for row in rows) == list(range(4, 16))
     assert line["rollout/live"] == 0.75 and line["reward/mean"] == 0
-    assert line["reward/zero_std_all_wrong"] == 1 and line["optim/grad_norm"] > 0
+    assert line["reward/zero_std"] == 1 and line["optim/grad_norm"] > 0

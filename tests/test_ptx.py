@@ -6,7 +6,8 @@ import re
 import pytest
 import torch
 from preference_ranks import TEXTS, build_actor_critic
-from test_cli import write_lines
+from test_data import write_rows
+from test_pairs import cache_in_temporary_folder  # noqa: F401
 from test_preference_runs import exit_message
 from tiny import PAD_ID, relative_error
 
@@ -41,85 +42,64 @@ def test_gradient_is_that_of_the_plain_log_likelihood_of_the_trained_tokens():
     assert all(gradient is None for gradient in of_values)
 
 
-@pytest.mark.parametrize("budget", [1, 20, 40])
-def test_microbatches_change_neither_gradient_nor_mean(budget):
+def test_microbatches_change_neither_gradient_nor_mean():
+    """And it is added to what is there."""
     policy = build_actor_critic()
-    whole, found = gradients(policy), gradients(policy, budget)
-    assert found[0] == pytest.approx(whole[0], rel=1e-12) and relative_error(found[1], whole[1]) < 1e-12
-
-
-def test_it_is_added_to_what_is_there():
-    policy = build_actor_critic()
-    _, found, _ = gradients(policy)
-    ppo_rlhf.accumulate_ptx(
-        policy, ppo_rlhf.collate(TEXTS, PAD_ID, "cpu"), ppo_rlhf.Args(ptx_coef=0.7, microbatch_tokens=30)
-    )
+    mean, whole, _ = gradients(policy)
+    for budget in (1, 20, 40):
+        found = gradients(policy, budget)
+        assert found[0] == pytest.approx(mean, rel=1e-12) and relative_error(found[1], whole) < 1e-12
+    args = ppo_rlhf.Args(ptx_coef=0.7, microbatch_tokens=30)
+    ppo_rlhf.accumulate_ptx(policy, ppo_rlhf.collate(TEXTS, PAD_ID, "cpu"), args)
     both = torch.cat([parameter.grad.flatten() for parameter in policy.model.parameters()])
-    assert relative_error(both, 2 * found) < 1e-12
+    assert relative_error(both, 2 * whole) < 1e-12
 
 
 # ---- texts
 
 
-def read(path, rows, **settings):
-    """The texts of a file with what is trained of them, and the report."""
-    write_lines(path, *rows)
-    settings = {"eval_prompts": 0, "max_prompt_length": 8, "max_completion_length": 6} | settings
-    args = ppo_rlhf.Args(ptx_dataset=str(path), **settings)
-    tokenizer = ppo_rlhf.load_tokenizer(ppo_rlhf.MODEL)
-    texts, report = ppo_rlhf.load_texts(args, tokenizer)
-    assert all(text["start"] == text["trained"].index(True) for text in texts)
-    parts = [
-        (tokenizer.decode(text["ids"][: text["start"]]), tokenizer.decode(text["ids"][text["start"] :]))
-        for text in texts
-    ]
-    return parts, report
-
-
 TURNS = {"prompt": "1+2=", "completion": "3"}
 OF_TURNS = ("<|user|>1+2=<|assistant|>", "3<|end|>")
+DROPPED = "'empty or longer than 8 . 6 tokens'"
 
 
 @pytest.mark.parametrize(
     "rows, parts, said",
     [
-        ([{"text": "12+34=46"}, {"text": "1+2=3"}], [("1", "2+34=4"), ("1", "+2=3")], ": 2 training rows"),
-        ([{"text": ""}, {"text": "7"}, {"text": None}, {"text": "1+"}], [("1", "+")], "3 dropped, without a token"),
-        ([TURNS, TURNS | {"prompt": "1+" * 9}], [OF_TURNS], "1 dropped, longer than 8 + 6 tokens"),
-        ([{"text": "1+1=2"}, TURNS], [("1", "+1=2"), OF_TURNS], ": 2 training rows"),
+        ([{"text": "12+34=46"}, {"text": "1+2=3"}], [("1", "2+34=4"), ("1", "+2=3")], "2 training rows"),
+        ([{"text": ""}, {"text": "7"}, {"text": "1+"}], [("1", "+")], f"1 training rows.*{DROPPED}: 2"),
+        ([TURNS, TURNS | {"prompt": "1+" * 9}], [OF_TURNS], f"1 training rows.*{DROPPED}: 1"),
+        ([TURNS, TURNS | {"completion": "1" * 6}], [OF_TURNS], f"1 training rows.*{DROPPED}: 1"),
     ],
 )
-def test_rows_with_text_or_as_in_sft(tmp_path, monkeypatch, rows, parts, said):
+def test_rows_with_text_or_as_in_sft(tmp_path, rows, parts, said):
     """What is trained follows a prompt, or the first token of a text, which is cut to 6 more."""
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    found, report = read(tmp_path / "texts.jsonl", rows)
-    assert found == parts
-    assert said in report and report.startswith("\n--ptx-dataset: ") and report.count("\n") == 1
+    dataset = write_rows(tmp_path / "texts.jsonl", rows)
+    args = ppo_rlhf.Args(ptx_dataset=dataset, eval_prompts=0, max_prompt_length=8, max_completion_length=6)
+    tokenizer = ppo_rlhf.load_tokenizer(ppo_rlhf.MODEL)
+    texts, [line] = ppo_rlhf.load_texts(args, tokenizer)
+    assert all(text["start"] == text["trained"].index(True) for text in texts)
+    cuts = [(text["ids"][: text["start"]], text["ids"][text["start"] :]) for text in texts]
+    assert [tuple(map(tokenizer.decode, cut)) for cut in cuts] == parts
+    assert re.match(f"--ptx-dataset: {said}", line)
 
 
 @pytest.mark.parametrize(
-    "settings, expected",
+    "rows, expected",
     [
-        ({"ptx_dataset": ""}, "--ptx-dataset is missing: give a file of rows with text, or with prompt and completion"),
-        ({"ptx_dataset": "no_such.jsonl"}, "--ptx-dataset no_such.jsonl: there is no such file or folder"),
-        ({"ptx_dataset": "number.jsonl"}, r"--ptx-dataset .*number.jsonl: training row 1: text must be a text, not 5"),
-        ({"ptx_dataset": "columns.jsonl"}, r"--ptx-dataset .*columns.jsonl: training row 1: needs a column prompt"),
-        ({"ptx_dataset": "empty.jsonl"}, r"--ptx-dataset .*empty.jsonl: cannot be loaded: it has no rows"),
-        ({"ptx_dataset": "short.jsonl"}, r"--ptx-dataset .*short.jsonl: 0 training rows .*1 dropped, without a token"),
-        ({"ptx_coef": -1.0}, "--ptx-coef -1.0: must be at least 0"),
+        (None, "--ptx-dataset .*texts.jsonl: .*Unable to find"),
+        ([{"text": 5}], "--ptx-dataset .*texts.jsonl: training row 1.* must be a text, not 5"),
+        ([{"text": None}, {"text": "1"}], "--ptx-dataset .*texts.jsonl: training row 1.* must be a text, not None"),
+        ([{"words": "a"}], "--ptx-dataset .*texts.jsonl: training row 1.*completion"),
+        ([], "--ptx-dataset .*texts.jsonl: "),
+        ([{"text": "7"}], "--ptx-dataset .*texts.jsonl: too few rows.*: 0 training rows .*'empty or longer than"),
     ],
 )
-def test_what_cannot_be_read_is_one_line(tmp_path, monkeypatch, settings, expected):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    for name, rows in {
-        "number": [{"text": 5}],
-        "columns": [{"words": "a"}],
-        "empty": [],
-        "short": [{"text": "7"}],
-    }.items():
-        write_lines(tmp_path / f"{name}.jsonl", *rows)
-    message = exit_message(ppo_rlhf, run_dir="mine", **SMALL | {"ptx_coef": 1.0} | settings)
+def test_what_cannot_be_read_is_one_line(tmp_path, rows, expected):
+    if rows is not None:
+        write_rows(tmp_path / "texts.jsonl", rows)
+    settings = SMALL | {"ptx_coef": 1.0, "ptx_dataset": str(tmp_path / "texts.jsonl")}
+    message = exit_message(ppo_rlhf, run_dir=str(tmp_path / "mine"), **settings)
     assert re.search(expected, message), message
     assert not (tmp_path / "mine").exists()
 
@@ -139,9 +119,8 @@ def test_without_it_no_text_is_read(tmp_path):
 
 def test_every_optimizer_step_has_as_many_texts_as_completions(tmp_path, monkeypatch):
     """In the order of pick_rows, over the steps of the run; the metric is their mean, before the coefficient."""
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     rows = [{"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(10, 21)]
-    write_lines(tmp_path / "texts.jsonl", *rows)
+    write_rows(tmp_path / "texts.jsonl", rows)
     accumulate, seen, means = ppo_rlhf.accumulate_ptx, [], []
 
     def recorded(policy, batch, args):

@@ -43,9 +43,15 @@ def test_ranks_and_steps_draw_different_random_numbers(ranks, name):
 
 @pytest.mark.parametrize("name", SAMPLED)
 def test_a_rollout_is_of_the_policy_as_it_is_trained(ranks, name):
-    """The model that samples is a copy on every rank, and follows the parameters, which are spread over both."""
+    """Every rank samples with all weights, gathered anew after the parameters spread over both have moved."""
     first, second = ([rank[name]["rollouts"][step]["weights"] for rank in ranks] for step in range(NUM_STEPS))
     assert first[0] == first[1] and second[0] == second[1] != first[0]
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_ranks_sample_and_score_as_a_plain_model_to_the_last_bit(ranks, precision):
+    for rank in ranks:
+        assert rank[precision] == dict.fromkeys(rank[precision], True)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from fractions import Fraction
 from pathlib import Path
 
@@ -45,229 +46,77 @@ def test_labels_of_gsm8k_solutions():
 
 # ---- where the answer stands
 
-EXTRACT = [
-    # the last box, with nested braces
-    ("so \\boxed{3}, no, \\boxed{4}.", "4"),
-    ("\\boxed{\\frac{1}{2}} and more", "\\frac{1}{2}"),
-    ("\\boxed{{{1}}}", "{{1}}"),
-    ("\\boxed{\\{1\\}}", "\\{1\\}"),
-    ("\\boxed{\\{5}", "\\{5"),
-    ("\\boxed{5\\}} 6}", "5\\}"),
-    ("\\boxed{}", ""),
-    ("\\boxed{3} and then \\boxed{4", None),
-    ("\\boxed{\\frac{1}{2}", None),
-    ("#### 5\n\\boxed{4", None),
-    ("\\boxed{" + "1+" * 2000 + "1}", None),  # no answer but an essay
-    # a box before ####, #### before <answer>
-    ("\\boxed{1}\n#### 2", "1"),
-    ("#### 2\n<answer>3</answer>", "2"),
-    ("#### 1\n#### 2", "2"),
-    ("####3", "3"),
-    ("####\t3\nand so on", "3"),
-    ("#### 3 apples", "3 apples"),
-    ("####", ""),
-    ("<answer>3</answer>", "3"),
-    ("<answer>2</answer> no <answer>3</answer>", "3"),
-    ("<answer>3", None),
-    ("3</answer>", None),
-    ("</answer>3<answer>", None),
-    # nothing else is an answer
-    ("The answer is 42.", None),
-    ("42", None),
-    ("", None),
-    ("\\fbox{42}", None),
+# {final answer: texts that have it}
+EXTRACT = {
+    # of the last box, with nested braces; a box goes before ####, #### before <answer>
+    **{"4": r"so \boxed{3}, no, \boxed{4}.", "": r"\boxed{} ¦ ####", r"\frac{1}{2}": r"\boxed{\frac{1}{2}} and more"},
+    **{"{{1}}": r"\boxed{{{1}}}", r"\{1\}": r"\boxed{\{1\}}", r"\{5": r"\boxed{\{5}", r"5\}": r"\boxed{5\}} 6}"},
+    **{"1": "\\boxed{1}\n#### 2", "2": "#### 2\n<answer>3</answer> ¦ #### 1\n#### 2", "3 apples": "#### 3 apples"},
+    "3": "####3 ¦ ####\t3\nand so on ¦ <answer>3</answer> ¦ <answer>2</answer> no <answer>3</answer>",
     # thoughts never count
-    ("<think>\\boxed{5}</think>\\boxed{6}", "6"),
-    ("<think>\\boxed{5}</think>", None),
-    ("<think>\\boxed{5}", None),
-    ("\\boxed{6}<think>\\boxed{5}", "6"),
-    ("\\boxed{5}</think>\\boxed{6}", "6"),
-    ("\\boxed{5}</think>6", None),
-    ("<think>a</think>\\boxed{5}</think>", None),
-    ("<think>a<think>b</think>c</think>\\boxed{6}", "6"),
-    ("<think>#### 5</think>", None),
-    ("<think><answer>5</answer></think>", None),
-    ("<think></think>\\boxed{5}", "5"),
-]
+    "6": r"""<think>\boxed{5}</think>\boxed{6} ¦ \boxed{6}<think>\boxed{5} ¦ \boxed{5}</think>\boxed{6}
+ ¦ <think>a<think>b</think>c</think>\boxed{6}""",
+    "5": r"<think></think>\boxed{5}",
+    None: r"""\boxed{3} and then \boxed{4 ¦ \boxed{\frac{1}{2} ¦ <answer>3 ¦ 3</answer> ¦ </answer>3<answer>
+ ¦ The answer is 42. ¦ 42 ¦ \fbox{42} ¦ <think>\boxed{5}</think> ¦ <think>\boxed{5} ¦ \boxed{5}</think>6
+ ¦ <think>a</think>\boxed{5}</think> ¦ <think>#### 5</think> ¦ <think><answer>5</answer></think>""",
+}
+EXTRACT = [(text, answer) for answer, texts in EXTRACT.items() for text in re.split(r"\s*¦ ", texts)]
+ESSAY = "\\boxed{" + "1+" * 2000 + "1}"
 
 
-@pytest.mark.parametrize("text, expected", EXTRACT)
+@pytest.mark.parametrize("text, expected", [*EXTRACT, ("", None), ("#### 5\n\\boxed{4", None), (ESSAY, None)])
 def test_extract_answer(text, expected):
     assert grpo.extract_answer(text) == expected
 
 
 # ---- what counts as the same
 
-PARSE = [
-    ("42", 42),
-    (" 42 ", 42),
-    ("-42", -42),
-    ("+42", 42),
-    ("- 42", -42),
-    ("\u221242", -42),
-    ("007", 7),
-    ("-0", 0),
-    ("42.", 42),
-    ("42.50", Fraction(85, 2)),
-    (".5", Fraction(1, 2)),
-    ("$42", 42),
-    ("\\$42", 42),
-    ("-$42", -42),
-    ("$-42", -42),
-    ("£42", 42),
-    ("€ 42", 42),
-    ("$42$", 42),
-    ("{42}", 42),
-    ("**42**", 42),
-    ("1,234", 1234),
-    ("1,234,567.89", Fraction(123456789, 100)),
-    ("1\\,234", 1234),
-    ("1{,}234", 1234),
-    ("1\\!,234", 1234),
-    ("1/2", Fraction(1, 2)),
-    ("-1/2", Fraction(-1, 2)),
-    ("1/-2", Fraction(-1, 2)),
-    ("\\frac{1}{2}", Fraction(1, 2)),
-    ("\\dfrac{1}{2}", Fraction(1, 2)),
-    ("-\\tfrac{3}{4}", Fraction(-3, 4)),
-    ("-\\frac{1}{2}", Fraction(-1, 2)),
-    ("\\frac{-1}{2}", Fraction(-1, 2)),
-    ("6/4", Fraction(3, 2)),
-    ("9007199254740993", 9007199254740993),
-    ("0.1", Fraction(1, 10)),
-    ("\\text{ blue }", "blue"),
-    ("\\mathrm{kg}", "kg"),
-    ("(1, 2)", "(1,2)"),
-    ("x  =  3", "x=3"),
-    ("new   york", "new york"),
-    ("1/0", "1/0"),
-    ("\\frac{1}{0}", "\\frac{1}{0}"),
-    ("", None),
-    ("  ", None),
-    ("\n", None),
-]
+# {what it is: texts that are parsed to it}
+PARSE = {
+    42: r"42 ¦  42  ¦ +42 ¦ 42. ¦ $42 ¦ \$42 ¦ £42 ¦ € 42 ¦ $42$ ¦ {42} ¦ **42**",
+    -42: "-42 ¦ - 42 ¦ \u221242 ¦ -$42 ¦ $-42",
+    1234: r"1,234 ¦ 1\,234 ¦ 1{,}234 ¦ 1\!,234",
+    Fraction(1, 2): r".5 ¦ 1/2 ¦ \frac{1}{2} ¦ \dfrac{1}{2}",
+    Fraction(-1, 2): r"-1/2 ¦ 1/-2 ¦ -\frac{1}{2} ¦ \frac{-1}{2}",
+    **{7: "007", 0: "-0", Fraction(85, 2): "42.50", Fraction(123456789, 100): "1,234,567.89"},
+    **{Fraction(-3, 4): r"-\tfrac{3}{4}", Fraction(3, 2): "6/4", Fraction(1, 10): "0.1"},
+    **{9007199254740993: "9007199254740993", "blue": r"\text{ blue }", "kg": r"\mathrm{kg}", "(1,2)": "(1, 2)"},
+    **{"x=3": "x  =  3", "new york": "new   york", "1/0": "1/0", r"\frac{1}{0}": r"\frac{1}{0}", None: " ¦   ¦ \n"},
+}
 
 
-@pytest.mark.parametrize("text, expected", PARSE)
+@pytest.mark.parametrize("text, expected", [(text, value) for value in PARSE for text in PARSE[value].split(" ¦ ")])
 def test_parse_answer(text, expected):
     parsed = grpo.parse_answer(text)
     assert parsed == expected and isinstance(parsed, (Fraction, str, type(None)))
 
 
-# What stands in the box, and the answer it must not be taken for.
-NOT_EQUAL = [
-    # lists of candidates
-    ("1, 2, 3", "3"),
-    ("1, 2, 3", "1"),
-    ("1,2,3", "123"),
-    ("5 or 6", "5"),
-    ("5 or 6", "6"),
-    ("5 \\text{ and } 6", "5"),
-    ("5; 6", "5"),
-    ("5\n6", "5"),
-    ("5\n6", "56"),
-    ("\\pm 5", "5"),
-    ("A, B", "B"),
-    ("\\{1,2\\}", "\\{1,2,3\\}"),
-    # units and percent
-    ("5%", "5"),
-    ("5\\%", "5"),
-    ("5%", "0.05"),
-    ("5 cm", "5"),
-    ("5 cm", "5 m"),
-    ("5k", "5000"),
-    ("5^\\circ", "5"),
-    # thousands separators of other forms
-    ("1.234", "1234"),
-    ("1.234,5", "1234.5"),
-    ("12,34", "1234"),
-    ("1,2345", "12345"),
-    ("1234,567", "1234567"),
-    ("1,23", "1.23"),
-    (",123", "123"),
-    ("1,,234", "1234"),
-    ("1,234,56", "123456"),
-    ("1 234", "1234"),
-    ("1\\ 234", "1234"),
-    ("1\u2009234", "1234"),
-    ("1'234", "1234"),
-    ("1_234", "1234"),
+# {answer: what stands in the box and must not be taken for it}
+NOT_EQUAL = {
+    "5": r"""5 or 6 ¦ 5 \text{ and } 6 ¦ 5; 6 ¦ \pm 5 ¦ 5% ¦ 5\% ¦ 5 cm ¦ 5^\circ ¦ -5 ¦ --5 ¦ +-5 ¦ - -5 ¦ not 5
+ ¦ \neq 5 ¦ \neg 5 ¦ >5 ¦ \approx 5 ¦ ~5 ¦ (5) ¦ [5,6] ¦ 4+1 ¦ 5! ¦ 5? ¦ <b>5</b> ¦ 5 <!-- 6 --> ¦ `5` ¦ ~~5~~
+ ¦ \sout{5} ¦ \text{not }5 ¦ five ¦ 5* ¦ 5..""",
+    **{"6": "5 or 6 ¦ x=5 ¦ 5=6 ¦ **5** or **6**", "3": "1, 2, 3", "B": "A, B", "0.05": "5%", "5 m": "5 cm"},
+    **{r"\{1,2,3\}": r"\{1,2\}", "5000": "5k", "1": r"1, 2, 3 ¦ \frac{1}{0} ¦ 1e3", "123": "1,2,3 ¦ ,123"},
+    # thousands separators of other forms, blanks inside numbers
+    "1234": r"1.234 ¦ 12,34 ¦ 1,,234 ¦ 1 234 ¦ 1\ 234 ¦ 1'234 ¦ 1_234",
+    **{"1234.5": "1.234,5", "12345": "1,2345", "1234567": "1234,567", "1.23": "1,23", "123456": "1,234,56"},
+    **{"42": "4 2", "1.5": "1. 5 ¦ 1 .5", "-42": "- 4 2"},
     # mixed numbers, fractions, powers
-    ("1\\frac{1}{2}", "1/2"),
-    ("1\\frac{1}{2}", "11/2"),
-    ("1 1/2", "11/2"),
-    ("1/2/3", "1/6"),
-    ("\\frac{1}{2}5", "1/25"),
-    ("-\\frac{-1}{2}", "-1/2"),
-    ("\\frac{1}{0}", "1"),
-    ("0.33", "1/3"),
-    ("0.3333333333333333", "1/3"),
-    ("4\u00b2", "42"),
-    ("10^3", "103"),
-    ("2e3", "23"),
-    ("1e3", "1"),
-    # digits that are not ASCII
-    ("\u0664\u0662", "42"),
-    ("\uff14\uff12", "42"),
-    ("\u00b2", "2"),
-    ("\u00bd", "12"),
-    ("\u2164", "5"),
-    # signs, negations, intervals, equations
-    ("-5", "5"),
-    ("\u22125", "5"),
-    ("\u20135", "5"),
-    ("--5", "5"),
-    ("+-5", "5"),
-    ("- -5", "5"),
-    ("not 5", "5"),
-    ("\\neq 5", "5"),
-    ("\\neg 5", "5"),
-    (">5", "5"),
-    ("\u2265 5", "5"),
-    ("\\approx 5", "5"),
-    ("~5", "5"),
-    ("(5)", "5"),
-    ("[5,6]", "5"),
-    ("[1,2)", "(1,2)"),
-    ("x=5", "6"),
-    ("5=6", "6"),
-    ("4+1", "5"),
-    ("5!", "5"),
-    ("5?", "5"),
-    # blanks and invisible characters inside numbers
-    ("4 2", "42"),
-    ("4\u00a02", "42"),
-    ("4\u200b2", "42"),
-    ("4\x002", "42"),
-    ("\u202e24", "42"),
-    ("1. 5", "1.5"),
-    ("1 .5", "1.5"),
-    ("- 4 2", "-42"),
-    # wrappers of html and markdown
-    ("<b>5</b>", "5"),
-    ("5 <!-- 6 -->", "5"),
-    ("`5`", "5"),
-    ("~~5~~", "5"),
-    ("\\sout{5}", "5"),
-    ("**5** or **6**", "6"),
-    ("\\text{not }5", "5"),
-    # nothing, and text
-    ("", "0"),
-    ("", ""),
-    (" ", " "),
-    (".", "0"),
-    ("-", "0"),
-    ("$", "0"),
-    ("\\text{}", "0"),
-    ("five", "5"),
-    ("no", "on"),
-    ("a b", "ab"),
-    ("no", "No"),
-    ("nan", "0"),
-    ("None", "0"),
-    ("\\infty", "-\\infty"),
-    ("x_1", "x1"),
-]
+    **{"1/2": r"1\frac{1}{2}", "11/2": r"1\frac{1}{2} ¦ 1 1/2", "1/6": "1/2/3", "1/25": r"\frac{1}{2}5"},
+    **{"-1/2": r"-\frac{-1}{2}", "1/3": "0.33 ¦ 0.3333333333333333", "103": "10^3", "23": "2e3", "12": r"1\!2"},
+    # intervals, text, nothing
+    **{"(1,2)": "[1,2)", r"-\infty": r"\infty", "x1": "x_1", "on": "no", "ab": "a b", "No": "no", "A*": "A"},
+    "0": r"¦ . ¦ - ¦ $ ¦ \text{} ¦ nan ¦ None",
+}
+NOT_EQUAL = [(given, answer) for answer, texts in NOT_EQUAL.items() for given in re.split(r"\s*¦ ", texts)]
+NOT_EQUAL += [("", ""), (" ", " "), ("5\n6", "5"), ("5\n6", "56")]
+# digits that are not ASCII, other minus signs, invisible characters
+NOT_EQUAL += [("1\u2009234", "1234"), ("\u0664\u0662", "42"), ("\uff14\uff12", "42"), ("4\u00b2", "42")]
+NOT_EQUAL += [("\u00b2", "2")]
+NOT_EQUAL += [("\u00bd", "12"), ("\u2164", "5"), ("\u22125", "5"), ("\u20135", "5"), ("\u2265 5", "5")]
+NOT_EQUAL += [("4\u00a02", "42"), ("4\u200b2", "42"), ("4\x002", "42"), ("\u202e24", "42")]
 
 
 @pytest.mark.parametrize("given, answer", NOT_EQUAL)
@@ -275,54 +124,21 @@ def test_another_answer_is_refused(given, answer):
     assert grpo.reward_fn(box(given), answer) == 0.0
 
 
-# Whole completions, and the answer they must not be taken for.
-REFUSED = [
-    ("I got 7, then \\boxed{7", "7"),
-    ("\\boxed{7} no, \\boxed{8", "7"),
-    ("\\boxed{7} no, \\boxed{8}", "7"),
-    ("\\boxed{7}\\boxed{}", "7"),
-    ("#### 7 or 8", "7"),
-    ("#### 7\n#### 8", "7"),
-    ("#### 7 ####", "7"),
-    ("#### 7, but I am not sure", "7"),
-    ("#### Step 2: add the numbers", "2"),
-    ("<answer>7</answer><answer>8</answer>", "7"),
-    ("<answer>7, 8</answer>", "7"),
-    ("<answer>7", "7"),
-    ("<answer>not 7</answer>", "7"),
-    ("The answer is 7", "7"),
-    ("7", "7"),
-    ("<think>\\boxed{7}", "7"),
-    ("<think>7</think>", "7"),
-    ("\\boxed{7}</think>", "7"),
-    ("", ""),
-    ("", "7"),
-]
+# {answer: whole completions that must not be taken for it}
+REFUSED = {
+    "7": r"""I got 7, then \boxed{7 ¦ \boxed{7} no, \boxed{8 ¦ \boxed{7} no, \boxed{8} ¦ \boxed{7}\boxed{} ¦ #### 7 or 8
+ ¦ #### 7 #### ¦ #### 7, but I am not sure ¦ <answer>7</answer><answer>8</answer> ¦ <answer>7, 8</answer> ¦ <answer>7
+ ¦ <answer>not 7</answer> ¦ The answer is 7 ¦ 7 ¦ <think>\boxed{7} ¦ <think>7</think> ¦ \boxed{7}</think>""",
+    # a decimal comma, an outer box that is not closed, a sign before the box
+    "123": r"\boxed{0,123} ¦ \boxed{00,123}",
+    "5": r"\boxed{6 \boxed{5}} ¦ \boxed{1 or \boxed{5} ¦ \boxed{\text{not }\boxed{5}} ¦ -\boxed{5}",
+    **{"2": "#### Step 2: add the numbers", "42": "#### 4<think>x</think>2"},
+}
+REFUSED = [(text, answer) for answer, texts in REFUSED.items() for text in re.split(r"\s*¦ ", texts)]
 
 
-@pytest.mark.parametrize("completion, answer", REFUSED)
+@pytest.mark.parametrize("completion, answer", [*REFUSED, ("#### 7\n#### 8", "7"), ("", ""), ("", "7")])
 def test_a_completion_without_this_as_its_final_answer_is_refused(completion, answer):
-    assert grpo.reward_fn(completion, answer) == 0.0
-
-
-# Found by looking for false accepts.
-NEAR_MISSES = [
-    ("\\boxed{0,123}", "123"),  # 0.123 with a decimal comma
-    ("\\boxed{00,123}", "123"),
-    ("\\boxed{6 \\boxed{5}}", "5"),
-    ("\\boxed{1 or \\boxed{5}", "5"),  # the outer box is not closed
-    ("\\boxed{\\text{not }\\boxed{5}}", "5"),
-    ("#### 4<think>x</think>2", "42"),
-    ("\\boxed{A}", "A*"),
-    ("\\boxed{5*}", "5"),
-    ("\\boxed{1\\!2}", "12"),
-    ("\\boxed{5..}", "5"),
-    ("-\\boxed{5}", "5"),
-]
-
-
-@pytest.mark.parametrize("completion, answer", NEAR_MISSES)
-def test_near_misses_are_refused(completion, answer):
     assert grpo.reward_fn(completion, answer) == 0.0
 
 
@@ -400,22 +216,8 @@ def test_a_hostile_ground_truth_raises_nothing(name):
 
 def test_random_text_raises_nothing():
     draw = random.Random(0)
-    pieces = [
-        "\\boxed{",
-        "}",
-        "{",
-        "####",
-        "<think>",
-        "</think>",
-        "<answer>",
-        "</answer>",
-        "\\frac{",
-        "$",
-        "/",
-        ",",
-        ".",
-    ]
-    pieces += [".", "5", "1,234", "-", "\\", "\n", " ", "*", "\\text{", "%", "\ud800", "\x00", "\u0664", "\u202e"]
+    pieces = r"\boxed{ } { #### <think> </think> <answer> </answer> \frac{ $ / , . . 5 1,234 - \ * \text{ %".split()
+    pieces += ["\n", " ", "\ud800", "\x00", "\u0664", "\u202e"]
     for _ in range(1500):
         parts = [draw.choice(pieces) if draw.random() < 0.8 else chr(draw.randrange(0x110000)) for _ in range(20)]
         text = "".join(parts)

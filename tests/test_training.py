@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 import torch
-from tiny import load
+from tiny import TINY, load
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import cispo
@@ -18,7 +18,7 @@ import gspo
 import reinforce
 import sft
 
-SCRIPTS = [grpo, reinforce, dr_grpo, dapo, gspo, cispo, grpo_process]
+SIZES = {"prompts_per_step": 4, "group_size": 4, "minibatch_size": 8, "eval_prompts": 0}
 
 
 def read(path):
@@ -34,7 +34,7 @@ def train(script, run, **settings):
 
 def shares_changed(run):
     """Share of the values that training changed, of each parameter."""
-    before, _ = load(grpo, grpo.HERE / "models" / "tiny")
+    before, _ = load(grpo, TINY)
     after = AutoModelForCausalLM.from_pretrained(run / "checkpoint")
     return [(a != b).float().mean().item() for a, b in zip(before.parameters(), after.parameters())]
 
@@ -70,29 +70,26 @@ def test_short_run_learns(script, tmp_path):
     assert all(line["optim/grad_norm"] > 0 for line in lines[1:])
     if script is not reinforce:  # the second minibatch is off-policy
         assert all(line["policy/approx_kl"] > 0 for line in lines[1:])
-        assert max(line["policy/ratio_max"] for line in lines[1:]) > 1.1
     assert min(shares_changed(tmp_path / "run")) > 0.5  # rows of unused tokens stay
 
 
 @pytest.mark.parametrize("flags", [{"kl_coef": 0.0}, {"update_epochs": 2}, {"gradient_checkpointing": True}])
 def test_other_settings_train(flags, tmp_path):
-    run = tmp_path / "run"
-    sizes = {"num_steps": 2, "prompts_per_step": 4, "group_size": 4, "minibatch_size": 8, "eval_prompts": 4}
-    grpo.main(grpo.Args(run_dir=str(run), rollout_batch_size=5, **sizes, **flags))
-    last = read(run / "metrics.jsonl")[-1]
-    assert last["step"] == 2
-    assert last["optim/grad_norm"] > 0
+    last = train(grpo, tmp_path / "run", num_steps=2, rollout_batch_size=5, **SIZES, **flags)[-1]
+    assert last["step"] == 2 and last["optim/grad_norm"] > 0
     assert ("policy/ref_kl" in last) == ("kl_coef" not in flags)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", [grpo, reinforce, dapo, grpo_process])
 def test_training_does_not_depend_on_the_microbatch_budget(script, tmp_path):
-    sizes = {"num_steps": 1, "prompts_per_step": 4, "group_size": 4, "minibatch_size": 8, "eval_prompts": 0, "seed": 2}
-    lines = [train(script, tmp_path / str(budget), microbatch_tokens=budget, **sizes)[1] for budget in (64, 100_000)]
-    assert lines[0]["optim/grad_norm"] > 0
-    for key in lines[0]:
+    runs = {"small": 64, "large": 100_000}
+    small, large = (
+        train(script, tmp_path / run, num_steps=1, seed=2, microbatch_tokens=runs[run], **SIZES)[1] for run in runs
+    )
+    assert small["optim/grad_norm"] > 0 and small.keys() == large.keys()
+    for key in small:
         if not key.startswith("perf/"):
-            assert lines[0][key] == pytest.approx(lines[1][key], rel=1e-3, abs=1e-5), key
+            assert small[key] == pytest.approx(large[key], rel=1e-3, abs=1e-5), key
 
 
 def test_dr_grpo_counts_truncated_completions_as_wrong(tmp_path, monkeypatch):
@@ -103,39 +100,26 @@ def test_dr_grpo_counts_truncated_completions_as_wrong(tmp_path, monkeypatch):
     monkeypatch.setattr(
         dr_grpo, "compute_advantages", lambda *args: rewards.append(args[0]) or compute_advantages(*args)
     )
-    sizes = {"num_steps": 1, "prompts_per_step": 4, "group_size": 4, "minibatch_size": 8, "eval_prompts": 0}
-    line = train(dr_grpo, tmp_path / "run", max_completion_length=8, **sizes)[1]
+    line = train(dr_grpo, tmp_path / "run", num_steps=1, max_completion_length=8, **SIZES)[1]
     (batch, _), truncated = batches[0], batches[0][0]["truncated"]
     assert truncated.any() and not truncated.all()
     assert torch.equal(rewards[0], 1.0 - truncated.float())
-    assert (batch["rewards"] == 1).all() and line["reward/mean"] == line["reward/zero_std_all_right"] == 1
+    assert (batch["rewards"] == 1).all() and line["reward/mean"] == line["reward/zero_std"] == 1
+    assert line["reward/trained_mean"] == pytest.approx(1 - line["rollout/truncated"])
     assert line["optim/grad_norm"] > 0
-
-
-def test_nonfinite_gradient_stops_before_the_optimizer_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(grpo, "compute_advantages", lambda rewards, _: torch.full_like(rewards, float("inf")))
-    run = tmp_path / "run"
-    sizes = {"prompts_per_step": 4, "group_size": 4, "minibatch_size": 8, "eval_prompts": 0}
-    with pytest.raises(SystemExit, match="step 1: gradient norm nan"):
-        grpo.main(grpo.Args(run_dir=str(run), num_steps=3, **sizes))
-    assert not any((run / "state").iterdir())
 
 
 def test_wandb_offline_gets_the_metrics(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    run = tmp_path / "run"
-    sizes = {"num_steps": 1, "prompts_per_step": 2, "group_size": 4, "minibatch_size": 8, "eval_prompts": 4}
-    grpo.main(grpo.Args(run_dir=str(run), track=True, **sizes))
-    logs = list((run / "wandb").glob("offline-run-*/*.wandb"))
-    assert len(logs) == 1
-    assert b"reward/mean" in logs[0].read_bytes()
+    train(grpo, tmp_path / "run", num_steps=1, track=True, **SIZES)
+    [log] = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+    assert b"reward/mean" in log.read_bytes()
 
 
 def test_sft_from_random_weights_learns(tmp_path):
     run = tmp_path / "run"
     sizes = {"num_steps": 30, "warmup_steps": 3, "eval_every": 30, "eval_prompts": 64, "save_every": 30}
-    sft.main(sft.Args(run_dir=str(run), **sizes))
-    lines = read(run / "metrics.jsonl")
+    lines = train(sft, run, **sizes)
     assert lines[0]["eval/loss"] > 3
     assert lines[-1]["eval/loss"] < 2.5
     model = AutoModelForCausalLM.from_pretrained(run / "checkpoint")

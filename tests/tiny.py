@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
@@ -14,6 +15,8 @@ import grpo_tools
 import gspo
 import reinforce
 
+ROOT = Path(grpo.__file__).parent
+TINY = ROOT / "models" / "tiny"
 SCRIPTS = {"grpo": grpo, "reinforce": reinforce, "dr_grpo": dr_grpo, "dapo": dapo, "gspo": gspo}
 SCRIPTS |= {"cispo": cispo, "grpo_tools": grpo_tools}
 SETTINGS = {"temperature": 0.7, "microbatch_tokens": 10_000, "max_completion_length": 9, "kl_coef": 0.04}

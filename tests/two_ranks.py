@@ -33,23 +33,24 @@ def take(batch, rows):
 
 
 def run(script, dtype, live_rows, precision, lora_rank):
-    rank, _, device = script.init_ranks()
-    alone = not dist.is_initialized()
-    model = script.add_adapters(build_model("llama", dtype=dtype), lora_rank)
+    rank, world_size, device = script.init_ranks()
+    model = build_model("llama", dtype=dtype)
+    model = script.add_adapters(model, lora_rank) if lora_rank else model
     for name, parameter in model.named_parameters():  # adapters that have been trained
-        if name.endswith("lora_b"):
+        if "lora_b" in name:
             parameter.data.fill_(0.02)
     batch = make_batch(model)
-    share = sum(SHARES, []) if alone else SHARES[rank]
+    share = SHARES[rank] if world_size > 1 else sum(SHARES, [])
     batch = take(batch, share)
     rows = torch.tensor([share.index(row) for row in live_rows if row in share], dtype=torch.long)
-    policy = script.shard(script.LogprobModel(model).train(), device, precision)
+    policy = script.shard(script.LogprobModel(model), device, precision)
     logprobs = grpo.lookup_logprobs(policy, batch, rows, ARGS.microbatch_tokens, ARGS.temperature)
     args = make_args(script, microbatch_tokens=ARGS.microbatch_tokens)
-    metrics = script.reduce_metrics(call_accumulate_gradients(script, policy, batch, rows, args))
+    metrics = call_accumulate_gradients(script, policy, batch, rows, args)
+    metrics = dict(zip(metrics, script.all_reduce([float(value) for value in metrics.values()])))
     gradients = [parameter.grad for parameter in policy.parameters() if parameter.requires_grad]
     gradients = [grad.full_tensor() if hasattr(grad, "full_tensor") else grad for grad in gradients]
-    if alone and dist.is_initialized():
+    if world_size == 1:
         dist.destroy_process_group()
     return {"gradient": torch.cat([grad.flatten() for grad in gradients]), "metrics": metrics, "logprobs": logprobs}
 

@@ -1,4 +1,4 @@
-"""One HTML page of a run: python tools/look.py runs/grpo__1__20260101-120000-3fa9
+"""One HTML page of a run: python tools/look.py runs/grpo__1__20260101-120000-123456
 
 Settings, curves, and what it sampled, step by step: by the slider, the arrow keys or a click on a curve.
 """

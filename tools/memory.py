@@ -117,11 +117,22 @@ def weight_bytes(models, settings, ranks):
         gradients += 4 * trained / ranks
         if name == "policy" and settings.kl_coef and not settings.lora_rank:
             rows["reference"] = frozen / ranks
-        if name == "policy" and settings.prompts_per_step and not (settings.lora_rank and ranks == 1):
-            rows["sampler"] = frozen + inside * settings.lora_rank * model.adapters
         if name == "value model":
             rows["reward model"] = frozen / ranks
     return rows, gradients
+
+
+def is_sharded(settings, ranks):
+    """Is all of the policy sharded? On one GPU FSDP has what computes in another dtype than it is trained in."""
+    return ranks > 1 or (settings.precision == "bfloat16" and not settings.lora_rank)
+
+
+def gathered_bytes(model, settings, ranks):
+    """Bytes of the policy's weights as they are gathered for a rollout, on every rank."""
+    inside = 2 if settings.precision == "bfloat16" else 4
+    whole = inside * model.blocks + 4 * model.root if is_sharded(settings, ranks) else 0
+    adapters = inside * settings.lora_rank * model.adapters if settings.precision == "bfloat16" or ranks > 1 else 0
+    return whole + adapters
 
 
 def kept_per_token(model, settings):
@@ -140,15 +151,17 @@ def update_bytes(models, settings, ranks):
     row = settings.max_prompt_length + settings.max_completion_length
     tokens = max(settings.microbatch_tokens, 2 * row if settings.script == "dpo" else row)
     size, kept, work = (2 if settings.precision == "bfloat16" else 4), 0, []
-    sharded = ranks > 1 or not settings.lora_rank  # FSDP then holds a copy of what it has gathered, on one GPU too
+    sharded = is_sharded(settings, ranks)
     gathered = sum(4 * model.root for model in models.values()) if sharded else 0
     for name, model in models.items():
         whole, more = kept_per_token(model, settings)
-        kept += tokens * model.layers * (size * model.hidden if settings.gradient_checkpointing else whole)
+        kept += tokens * model.layers * (4 * model.hidden if settings.gradient_checkpointing else whole)
         gradient = 0 if settings.lora_rank else 4 * model.embedding
         chunk = min(CHUNK, 4 * tokens * model.vocab)  # of logits, their softmax and what makes the entropy of it
         head = gradient + max(gradient + 3 * chunk, 4 * chunk) if name == "policy" else gradient
         work.append(gathered + head + 16 * tokens * model.hidden)
+        # Gradients outside the blocks as they are computed, on their way between ranks, and as they arrive.
+        work.append(0 if settings.lora_rank else 3 * gathered)
         # The block's weights and gradients as it computes with them, and the gradients in float32.
         block = (2 * size + 4) * model.blocks / model.layers if sharded else 0
         again = whole if settings.gradient_checkpointing else 0
@@ -165,8 +178,9 @@ def rollout_bytes(model, settings, ranks):
     width = settings.max_prompt_length + settings.max_completion_length
     cache = 2 * size * model.keys * model.layers * rows * width
     logits = 4 * rows * model.vocab
-    # The keys of a layer are copied to make room for one more; a draw has logits, probabilities and their sums.
-    decoding = max(cache / model.layers / 2 + logits, 3 * logits) + 6 * 8 * rows * width  # ids, masks and positions
+    # The keys of a layer are copied to make room for one more; a draw has logits, probabilities, and these and their
+    # sums in float64.
+    decoding = max(cache / model.layers / 2 + logits, 6 * logits) + 6 * 8 * rows * width  # ids, masks and positions
     read = settings.max_prompt_length * max(min(cap // settings.group_size, prompts), min(cap, held_out))
     prefill = read * (3 * size * model.inner + (size + 8) * model.hidden)
     return cache, max(decoding, prefill - cache)
@@ -180,6 +194,7 @@ def account(config, settings, ranks=1, models=None):
     rows.append(("gradients", 0, gradients))
     if settings.prompts_per_step:
         cache, decoding = rollout_bytes(models["policy"], settings, ranks)
+        rows += [("weights gathered", gathered_bytes(models["policy"], settings, ranks), 0)]
         rows += [("key-value cache", cache, 0), ("decoding", decoding, 0)]
     kept, work = update_bytes(models, settings, ranks)
     rows += [("activations kept", 0, kept), ("head or block at work", 0, work)]

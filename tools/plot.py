@@ -1,6 +1,6 @@
 """Curves of runs against the step: a picture, shown where there is a screen, and a table of the last values.
 
-    python tools/plot.py runs/grpo__1__20260101-120000-3fa9
+    python tools/plot.py runs/grpo__1__20260101-120000-123456
     python tools/plot.py runs/grpo__* runs/dapo__* --out curves.png
 
 Runs whose args.json differ by the seed alone are one setting: a line, their mean, and a band from the lowest to the
@@ -40,8 +40,6 @@ PANELS = EVALUATIONS | {
     "policy/clip_fraction_low": "clipped below, share of tokens",
     "policy/clip_fraction_high": "clipped above, share of tokens",
     "policy/cap_fraction": "ratio capped, share of tokens",
-    "policy/clip_fraction_sequences_low": "clipped below, share of completions",
-    "policy/clip_fraction_sequences_high": "clipped above, share of completions",
     "value/explained_variance": "explained variance of the values",
     "optim/grad_norm": "gradient norm",
 }
@@ -79,9 +77,9 @@ def read_run(folder):
                 curves.setdefault(key, {})[row["step"]] = value
     if not curves:
         raise SystemExit(f"{folder}: no metrics yet")
-    # What it learns with, but for the seed: settings, data, and the functions above the line.
+    # What it learns with, but for the seed: settings, data, and the file that was run, which may bring its own reward.
     settings = {name: value for name, value in args.items() if name not in NOT_LEARNING}
-    settings |= {"data": ", ".join(about.get("data", []))} | about.get("functions", {})
+    settings |= {"entry": about.get("entry"), "data": ", ".join(about.get("data", []))}
     about |= {"settings": settings, "curves": curves, "args": args, "name": folder.resolve().name, "folder": folder}
     return SimpleNamespace(**about)
 

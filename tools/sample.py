@@ -68,16 +68,16 @@ def load_rows(given, args, tokenizer):
     settings = (tokenizer, args.system_prompt, args.max_prompt_length)
     for number, text in enumerate(given.prompt, 1):
         with grpo.one_line(f"prompt {number}, {text[:60]!r}"):
-            row, remark = grpo.read_prompt({"prompt": text}, *settings)
-            if row is None:
-                raise ValueError(remark)
+            row = grpo.read_prompt({"prompt": text}, *settings)
+            if isinstance(row, str):
+                raise ValueError(row)
         yield row
     if not given.prompt:
         held_out = max(args.eval_prompts, given.num_prompts or 0) if given.split == "test" else args.eval_prompts
         train, test, report = grpo.load_prompts(args.dataset, *settings, held_out)
-        print(report)
+        print(*report, sep="\n")
         if given.split == "test" and not test:
-            raise SystemExit("--eval-prompts 0: no rows are held out; did you mean --split train?")
+            raise SystemExit("--eval-prompts 0: no rows are held out: --split train has them all")
         yield from (test if given.split == "test" else train)[: given.num_prompts or args.eval_prompts or None]
 
 
@@ -125,6 +125,7 @@ def main(given):
         given.prompt = [line for line in sys.stdin.read().splitlines() if line.strip()]
     if given.prompt and given.keep != "all":
         raise SystemExit(f"--keep {given.keep}: own prompts have no answers, so none is right")
+    _, _, device = grpo.init_ranks()
     settings = {name: getattr(given, name) for name in (*SETTINGS, "rollout_batch_size", "precision")}
     args = grpo.resolve_args(grpo.Args(**settings))
     given.system_prompt = args.system_prompt  # the model's, where none was given
@@ -133,7 +134,7 @@ def main(given):
     model, stop_ids = grpo.load_model(args.model, tokenizer)
     longest = max(len(row["prompt_ids"]) for row in rows)
     grpo.check_model(model, rows[0]["prompt_ids"], longest + args.max_completion_length)
-    sampler = grpo.make_sampler(model, torch.device("cuda" if torch.cuda.is_available() else "cpu"), args.precision)
+    policy = grpo.shard(grpo.LogprobModel(model.requires_grad_(False)), device, args.precision)
     torch.manual_seed(args.seed % 2**63)
     n, samples, kept = given.num_samples if given.temperature else 1, [], []
     lot = random.Random(args.seed)
@@ -146,7 +147,8 @@ def main(given):
         file = open(f"{out}.unfinished" if out else os.devnull, "w")
     for start in tqdm(range(0, len(rows), size), unit="batch", disable=None):
         part = [row for row in rows[start : start + size] for _ in range(n)]
-        batch, texts = draw(sampler, tokenizer, part[::n], n, given.temperature, stop_ids, args)
+        with grpo.gathered(policy) as sampler:
+            batch, texts = draw(sampler, tokenizer, part[::n], n, given.temperature, stop_ids, args)
         rewards = batch["rewards"].tolist() if "rewards" in batch else [None] * len(texts)
         for row, text, reward, truncated in zip(part, texts, rewards, batch["truncated"].tolist()):
             # As float32 a reward of 0.7 is a little less, and --min-reward 0.7 would drop it.

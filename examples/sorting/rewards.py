@@ -71,6 +71,5 @@ if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1] not in REWARDS:
         raise SystemExit(f"python {sys.argv[0]} {'|'.join(REWARDS)} [flags of grpo.py]")
     name = sys.argv.pop(1)
-    entry_command = grpo.entry_command
-    grpo.entry_command = lambda: f"{entry_command()} {name}"  # so that the command that goes on names the reward, too
-    main(name, grpo.parse_args())
+    sys.argv[0] += f" {name}"  # so that args.json and the line "to go on" name the reward, too
+    main(name, grpo.tyro.cli(grpo.Args))
