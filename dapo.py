@@ -21,7 +21,7 @@ Departures from the paper
 - The token mean is over the whole optimizer step, as in the authors' code; eq. 8 is per prompt, then over prompts.
 - The reward of a completion is the rule's 2 R − 1, so that reward/mean is that of the other scripts.
 - 1e-4 is added to the standard deviation (ddof 1), and a group of equal rewards has advantage 0.
-- Four optimizer steps per rollout for real models (embedded: two), where the paper makes sixteen.
+- Four optimizer steps per rollout for real models (embedded: two), not sixteen.
 
     python dapo.py
     python dapo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k:main --group-size 8
@@ -391,8 +391,8 @@ def resolve_args(args):
             raise SystemExit(f"--resume {args.resume}: a run keeps its {', '.join(fixed)}")
         with one_line(f"--resume {args.resume}: no run, of another script, or damaged"):
             saved = json.loads(Path(args.resume, "args.json").read_text())
-            del saved["run"]
-            return Args(**saved | given | {"run_dir": args.resume})
+            settings = {name: saved[name] for name in vars(args)}
+            return Args(**settings | given | {"run_dir": args.resume})
     own, tiny = (Path(name, "tokenizer.json") for name in (given.get("model", MODEL), MODEL))
     embedded = own.is_file() and tiny.is_file() and own.read_bytes() == tiny.read_bytes()  # or made of it
     defaults = {f.name: f.metadata["embedded" if embedded else "real"] for f in fields(args) if f.metadata}
@@ -403,7 +403,7 @@ def resolve_args(args):
 
 @contextlib.contextmanager
 def one_line(intro):
-    """Whatever fails inside ends the run with one line instead of a traceback."""
+    """Whatever fails inside ends the run with one line."""
     try:
         yield
     except (Exception, dcp.api.CheckpointException) as error:
@@ -574,7 +574,7 @@ def add_adapters(model, rank):
 
 
 def find_blocks(model):
-    """The transformer blocks of a model that is not sharded yet: FSDP renames their class."""
+    """The transformer blocks of a model; FSDP renames their class."""
     return [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
 
 

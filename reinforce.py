@@ -12,12 +12,12 @@ Ahmadian et al., "Back to Basics: Revisiting REINFORCE Style Optimization for Le
     bᵢ        --baseline: 0 (none), mean R of the group (group_mean) or of its other G − 1 (leave_one_out)
 
 The mean of the others does not depend on the completion: the expected gradient stays, with less noise.
-The mean of the group contains the completion's own reward: on average it gives (1 − 1/G) times the gradient.
+The mean of the group contains the completion's own reward: it gives (1 − 1/G) times the gradient.
 
 Compared with grpo.py
 - No ratio, no clipping: one optimizer step per rollout, on policy.
 - No 1/std R, no 1/|oᵢ|: log-probabilities are summed over tokens.
-- No KL term, no reference model; rows of zero advantage cost no pass.
+- No KL term; rows of zero advantage cost no pass.
 
 Departures from the paper
 - RLOO's reward has a KL penalty, and it makes two optimizer steps per rollout.
@@ -297,8 +297,8 @@ def resolve_args(args):
             raise SystemExit(f"--resume {args.resume}: a run keeps its {', '.join(fixed)}")
         with one_line(f"--resume {args.resume}: no run, of another script, or damaged"):
             saved = json.loads(Path(args.resume, "args.json").read_text())
-            del saved["run"]
-            return Args(**saved | given | {"run_dir": args.resume})
+            settings = {name: saved[name] for name in vars(args)}
+            return Args(**settings | given | {"run_dir": args.resume})
     own, tiny = (Path(name, "tokenizer.json") for name in (given.get("model", MODEL), MODEL))
     embedded = own.is_file() and tiny.is_file() and own.read_bytes() == tiny.read_bytes()  # or made of it
     defaults = {f.name: f.metadata["embedded" if embedded else "real"] for f in fields(args) if f.metadata}
@@ -309,7 +309,7 @@ def resolve_args(args):
 
 @contextlib.contextmanager
 def one_line(intro):
-    """Whatever fails inside ends the run with one line instead of a traceback."""
+    """Whatever fails inside ends the run with one line."""
     try:
         yield
     except (Exception, dcp.api.CheckpointException) as error:
@@ -480,7 +480,7 @@ def add_adapters(model, rank):
 
 
 def find_blocks(model):
-    """The transformer blocks of a model that is not sharded yet: FSDP renames their class."""
+    """The transformer blocks of a model; FSDP renames their class."""
     return [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
 
 

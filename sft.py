@@ -248,8 +248,8 @@ def resolve_args(args):
             raise SystemExit(f"--resume {args.resume}: a run keeps its {', '.join(fixed)}")
         with one_line(f"--resume {args.resume}: no run, of another script, or damaged"):
             saved = json.loads(Path(args.resume, "args.json").read_text())
-            del saved["run"]
-            return Args(**saved | given | {"run_dir": args.resume})
+            settings = {name: saved[name] for name in vars(args)}
+            return Args(**settings | given | {"run_dir": args.resume})
     own, tiny = (Path(name, "tokenizer.json") for name in (given.get("model", MODEL), MODEL))
     embedded = own.is_file() and tiny.is_file() and own.read_bytes() == tiny.read_bytes()  # or made of it
     defaults = {f.name: f.metadata["embedded" if embedded else "real"] for f in fields(args) if f.metadata}
@@ -260,7 +260,7 @@ def resolve_args(args):
 
 @contextlib.contextmanager
 def one_line(intro):
-    """Whatever fails inside ends the run with one line instead of a traceback."""
+    """Whatever fails inside ends the run with one line."""
     try:
         yield
     except (Exception, dcp.api.CheckpointException) as error:
@@ -405,7 +405,7 @@ def add_adapters(model, rank):
 
 
 def find_blocks(model):
-    """The transformer blocks of a model that is not sharded yet: FSDP renames their class."""
+    """The transformer blocks of a model; FSDP renames their class."""
     return [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
 
 

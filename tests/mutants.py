@@ -378,8 +378,8 @@ MUTANTS = r"""
 + groups = torch.ones_like(has_signal(rewards, args.group_size)).nonzero()
 ! test_dapo.py::test_prompts_are_consumed_in_order_without_gaps_or_repeats
 # every round samples the same prompts @ dapo
-- pick_rows(prompts, start + done * args.prompts_per_step,
-+ pick_rows(prompts, start,
+- place = start + done * args.prompts_per_step
++ place = start
 ! test_steps.py::test_a_gradient_is_scaled_down_to_the_largest_norm
 # the gradient is never clipped @ ONLINE dpo reward_model sft ppo_rlhf
 - clip_grad_norm_(policy.parameters(), max_grad_norm)
@@ -421,8 +421,8 @@ MUTANTS = r"""
 -             prompts = prompts[rank::world_size]
 +             pass
 # every rank of DAPO samples the same prompts @ dapo
--         picked = picked[rank::world_size]
-+         pass
+- args.prompts_per_step, args.seed)[rank::world_size]
++ args.prompts_per_step, args.seed)
 ! test_randomness.py::test_ranks_share_the_rows_of_every_step / sft
 ! test_preference_runs.py::test_two_ranks_train_as_one_process_does / dpo, reward_model
 # every rank trains on all rows of the batch @ sft dpo reward_model

@@ -85,7 +85,7 @@ TRAINED = {
 }
 SETTINGS = {name: settings for group in TRAINED.values() for name, settings in group.items()}
 # {name: (its own settings, the reason in the line that refuses it)}
-CACHE, HEAD = "has no attribute 'past_key_values'", "apart"
+CACHE, HEAD = "has no attribute 'past_key_values'", "log-probabilities with and without cache"
 COMPRESSED = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
 REFUSED = {
     **dict.fromkeys("falcon_mamba mamba openai-gpt rwkv".split(), ({}, CACHE)),

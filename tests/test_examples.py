@@ -156,21 +156,12 @@ def check_pipeline(asked):
     assert all(format_reward.has_format(row["completion"]) for row in right)
 
 
-def test_star_begins_each_round_from_the_first_model(monkeypatch):
-    for stage in ("eval_0", "sft_1", "eval_1"):
-        Path("runs", stage).mkdir(parents=True)
-        Path("runs", stage, "done").touch()
-    for number in (1, 2):
-        Path(f"runs/right_{number}.jsonl").write_text('{"prompt": "1+1=", "completion": "2"}\n')
-    lines, [words] = call("expert_iteration", monkeypatch, {"runs/sft_2": 1}, status=137, START="first")
-    assert lines == ["runs/sft_2"] and flag(words, "model") == BASE
-
-
-def test_a_failure_stops_the_recipe_and_mended_it_goes_on(monkeypatch):
-    lines, asked = call("online_dpo", monkeypatch, status=1, DPO="--beta nan")
-    assert lines == ["runs/eval_0", "runs/pairs_1.jsonl", "runs/dpo_1"] and len(asked) == 3
-    lines, asked = call("online_dpo", monkeypatch, ROUNDS="1")
-    assert lines[:2] == ["runs/dpo_1", "runs/eval_1"] and len(asked) == 2 and "--resume" not in asked[0]
+def test_a_failure_stops_the_recipe_and_mended_it_goes_on_here_as_star_does(monkeypatch):
+    lines, asked = call("expert_iteration", monkeypatch, status=1, SFT="--learning-rate nan")
+    assert lines == ["runs/eval_0", "runs/right_1.jsonl", "runs/sft_1"] and len(asked) == 3
+    lines, asked = call("expert_iteration", monkeypatch, START="first")  # each round begins from the first model
+    assert lines[0] == "runs/sft_1" and len(asked) == 5 and "--resume" not in asked[0]
+    assert [flag(words, "model") for words in asked] == [BASE, *map(MADE, ("sft_1", "sft_1")), BASE, MADE("sft_2")]
 
 
 def test_killed_stages_go_on_from_their_last_save_or_begin_anew_and_end_the_same(monkeypatch):

@@ -40,13 +40,6 @@ def as_dict(rows):
     return {what: value for what, value, *_ in rows}
 
 
-def test_numbers(job):
-    rows = as_dict(benchmark.check_numbers(job))
-    assert 0 < rows["sampler and training, positions 0 to 24: KL"] < 1e-5
-    assert rows["greedy decoding and uncached forward: share of equal tokens"] == 1
-    assert rows["... and after"] > rows["mean log-probability before four steps towards it"]
-
-
 def test_numbers_notice_a_sampler_that_is_not_the_policy(job, monkeypatch):
     def generate(model, *given, **more):
         model.model.embed_tokens.weight.data.mul_(1.5)
@@ -64,6 +57,9 @@ def test_rollout_and_its_peer(job):
     rows = as_dict(benchmark.time_rollout(job))
     assert rows["4 rows x 24: tokens a second"] > 0 and rows["... ours / transformers'"] > 0
     assert rows["... peak by tools/memory.py, GB"] > 0
+    peaks = [row for peak in (9e9, 5e9, 11e9) for row in benchmark.compare_peak("peak", peak, 10e9)]  # as on a GPU
+    assert peaks[0] == ("peak, GB", 9.0, "0.6 to 1.05 of 10.00 (tools/memory.py)", True)
+    assert [holds for *_, holds in peaks] == [True, False, False]
 
 
 @pytest.mark.parametrize("script", [grpo, ppo_rlhf, dpo])
@@ -102,13 +98,6 @@ def test_sections_that_run_scripts(job, monkeypatch):
         benchmark.run_script("tests/sync_copies", ["--no-such-flag"])
 
 
-def test_peaks_are_compared_where_there_is_a_gpu():
-    assert [*benchmark.compare_peak("peak", 9e9, 10e9)] == [
-        ("peak, GB", 9.0, "0.6 to 1.05 of 10.00 (tools/memory.py)", True)
-    ]
-    assert [holds for peak in (5e9, 11e9) for *_, holds in benchmark.compare_peak("", peak, 10e9)] == [False, False]
-
-
 def test_failures_are_written_and_the_rest_goes_on(tmp_path, monkeypatch, capsys):
     """A section that raises, one that takes too long and one for which no time is left, each in its own process."""
     jobs = [("resume", benchmark.check_resume, {}, 60), ("ranks", benchmark.check_ranks, {}, 0.1)]
@@ -138,6 +127,7 @@ def test_command_line(tmp_path, monkeypatch):
     assert done.returncode == 0, done.stdout + done.stderr
     text = (tmp_path / "gpu.md").read_text()
     assert "## numbers tiny (" in text and "| under 1e-3 | yes |" in text and "**no**" not in text
+    assert "share of equal tokens | 1 |" in text and "| higher | yes |" in text
     monkeypatch.setattr(benchmark, "read_machine", lambda: ("", "a machine"))
     with pytest.raises(SystemExit, match="no GPU: --tiny"):
         benchmark.main(benchmark.Args())

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import grpo
 from grpo import compute_advantages, policy_loss
 
 ORACLE = Path(__file__).parent / "oracle"  # numbers of other people's code, float64; each file names its source
