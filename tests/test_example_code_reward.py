@@ -114,21 +114,24 @@ def read(path):
         return file.read()
 """
 CASES = {
+    # those that are stopped without a box, too
     "fork": ("os.fork()", "EAGAIN"),
-    "refused calls": ("sorted({met(system, 'syscall', number, *[0] * 6) for number in NUMBERS})", ["EPERM"]),
     "thread": ("threading.Thread(target=print).start()", "RuntimeError"),
-    "see other processes": ("[os.getpid(), os.getppid(), met(os.listdir, '/proc')]", [1, 0, "ENOENT"]),
+    "refused calls": ("sorted({met(system, 'syscall', number, *[0] * 6) for number in NUMBERS})", ["EPERM"]),
     "a big array": ("len(bytearray(10**10))", "MemoryError"),
-    "locked memory": ("system('mlockall', 1)", "EPERM|ENOMEM"),
     "a big file": ("write('big', 2**21)", "EFBIG"),
+    "more processes allowed": ("resource.setrlimit(resource.RLIMIT_NPROC, (9, 9))", "ValueError"),
+    "variables": ("dict(os.environ)", {}),
+    "the internet": ("socket.create_connection(('127.0.0.1', 22), 2)", "EPERM"),
+    # those that the box stops
+    "see other processes": ("[os.getpid(), os.getppid(), met(os.listdir, '/proc')]", [1, 0, "ENOENT"]),
+    "locked memory": ("system('mlockall', 1)", "EPERM|ENOMEM"),
     "many files": ("[write(f'file{number}') for number in range(257)]", "ENOSPC"),
     "many megabytes": ("[write(f'file{number}', 10**6) for number in range(17)]", "ENOSPC"),
     "many descriptors": ("[os.dup(0) for _ in range(65)]", "EMFILE"),
-    "more processes allowed": ("resource.setrlimit(resource.RLIMIT_NPROC, (9, 9))", "ValueError"),
     "the data": ("[met(os.stat, path) for path in PATHS]", ["ENOENT"] * 6),
     "the data from below": ("os.listdir('../' * 9 + os.path.dirname(PATHS[0]))", "ENOENT"),
     "folders left open": ("{met(os.listdir, number) for number in range(64)} - {'ENOTDIR', 'EBADF'} or 'none'", "none"),
-    "variables": ("dict(os.environ)", {}),
     "the interpreter": ("open(os.__file__, 'a')", "EROFS|EACCES"),
     "packages": ("[name for path in PACKAGES if os.path.isdir(path) for name in os.listdir(path)]", []),
     "libraries": ("write('/usr/lib/owned')", "EROFS"),
@@ -137,7 +140,6 @@ CASES = {
     "unmount": ("[met(system, 'umount2', path, 2) for path in (b'/', b'/usr/lib')]", ["EPERM"] * 2),
     "another user": ("os.setresuid(1, 1, 1)", "EPERM|EINVAL"),
     "capabilities": ("system('capset', b'\\x22\\x05\\x08\\x20' + bytes(4), b'\\xff' * 24)", "EPERM"),
-    "the internet": ("socket.create_connection(('127.0.0.1', 22), 2)", "EPERM"),
     "stdin again": ("sys.stdin.read() + read(0) or 'nothing'", "nothing"),
 }
 # Each gives all that add is asked for, or would, were it not for what it does besides.
@@ -206,15 +208,13 @@ def prelude(tmp_path):
     assert not Path(os.__file__).with_name("owned.py").exists() and not Path("/usr/lib/owned").exists()
 
 
-def allowed(value):
-    return value.split("|") if isinstance(value, str) else [value]
-
-
 @boxed
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_program_earns_nothing_and_ends(name, monkeypatch, prelude):  # noqa: ARG001
     monkeypatch.setattr(code_reward, "SECONDS", 2)
     assert code_reward.reward_fn(completion(HOSTILE[name]), TESTS) == 0
+    if name == "a flood of values":  # is cut off
+        assert len(code_reward.run(HOSTILE[name], ["add(2, 3)"])) == 2**20
 
 
 @boxed
@@ -236,12 +236,6 @@ def places():
 
 
 @boxed
-def test_a_flood_of_values_is_cut_off():
-    assert len(code_reward.run(HOSTILE["a flood of values"], ["add(2, 3)"])) == 2**20
-    assert code_reward.run(HOSTILE["a long value"], ["add(2, 3)"])[:3] == b'["('
-
-
-@boxed
 def test_a_program_ends_if_the_run_is_killed():
     """What is left then is for nothing_is_left to find."""
     code = "import code_reward\ncode_reward.SECONDS = 2\ncode_reward.run('import time; time.sleep(99)', [])"
@@ -252,9 +246,8 @@ def test_a_program_ends_if_the_run_is_killed():
         process.kill()
 
 
-@pytest.fixture
-def as_nobody():
-    """Run Python code that can import code_reward as an ordinary user, in a folder that user may read."""
+def as_nobody(code, job):
+    """What Python code that imports code_reward says, as an ordinary user, in a folder that user may read."""
     user = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
     check = ["-c", "import os, sys; assert sys.version_info >= (3, 11) and os.access(sys.executable, os.X_OK)"]
     if os.getuid() != 0 or shutil.which("setpriv") is None:
@@ -267,28 +260,31 @@ def as_nobody():
         os.chmod(folder, 0o755)
         for path in (ROOT / "examples").glob("code_*.py"):
             shutil.copy(path, folder)
-
-        def call(code, job=None):
-            env = {"PATH": os.environ["PATH"], "PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1"}
-            code = f"import json, sys, code_reward\njob = json.load(sys.stdin)\n{code}"
-            text, pipes = json.dumps(job), {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-            return subprocess.run([*user, usable[0], "-c", code], input=text, env=env, cwd="/", **pipes)
-
-        yield call
+        env = {"PATH": os.environ["PATH"], "PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1"}
+        command, options = [*user, usable[0], "-c", code], {"env": env, "cwd": "/", "capture_output": True}
+        done = subprocess.run(command, input=json.dumps(job), text=True, **options)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
-@boxed
-@pytest.mark.parametrize("user", ["this", "an ordinary one"])
-def test_attacks_meet_what_stops_them(user, prelude, request):
-    calls = [f"met(lambda: {expression})" for expression, _ in CASES.values()]
-    given = [code_reward.run(prelude, [call]).decode() for call in calls] if user == "this" else None
-    if given is None:
-        code = "print(json.dumps([code_reward.run(job[0], [call]).decode() for call in job[1]]))"
-        done = request.getfixturevalue("as_nobody")(code, [prelude, calls])
-        assert done.returncode == 0, done.stderr
-        given = json.loads(done.stdout)
-    given = {name: json.loads(value)[0] for name, value in zip(CASES, given)}
-    assert {name: value for name, value in given.items() if value not in allowed(CASES[name][1])} == {}
+@pytest.mark.parametrize(
+    "user", [*(pytest.param(user, marks=boxed) for user in ("this", "an ordinary one")), "an ordinary one, unsafe"]
+)
+def test_attacks_meet_what_stops_them(user, prelude):
+    """Unsafe leaves limits and refused calls, and a program can read what its user can read."""
+    unsafe = user.endswith("unsafe")
+    names = [*CASES][:8] if unsafe else [*CASES]
+    calls = [f"met(lambda: {CASES[name][0]})" for name in names] + ["os.path.isdir(PATHS[-1])"]
+    if user == "this":
+        given = [code_reward.run(prelude, [call]).decode() for call in calls]
+    else:
+        code = f"import json, sys, code_reward\ncode_reward.UNSAFE = {unsafe}\nprelude, calls = json.load(sys.stdin)\n"
+        code += "print(json.dumps([code_reward.run(prelude, [call]).decode() for call in calls]))"
+        given = as_nobody(code, [prelude + "os.chdir('/tmp')\n" * unsafe, calls])
+    *given, reads = (json.loads(value)[0] for value in given)
+    allowed = [value.split("|") if isinstance(value, str) else [value] for _, value in CASES.values()]
+    assert {name: value for name, value, right in zip(names, given, allowed) if value not in right} == {}
+    assert reads == unsafe
 
 
 # ---- where there is no box
@@ -306,23 +302,6 @@ def test_without_namespaces_it_is_refused_in_one_line(reason, tmp_path):
     said = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
     assert done.returncode == 1 and done.stdout == "" and "torch" not in done.stderr
     assert len(said) == 1 and reason in said[0] and "--unsafe" in said[0]
-
-
-def test_unsafe_leaves_limits_and_refused_calls(as_nobody, prelude):
-    """And it can read what its user can read: that is what unsafe means."""
-    data = Path(tempfile.mkdtemp(dir="/tmp"), "tests.jsonl")
-    data.parent.chmod(0o755)
-    data.write_text(TESTS)
-    kept = "fork", "thread", "refused calls", "a big array", "a big file", "more processes allowed", "variables"
-    kept = {name: CASES[name] for name in (*kept, "the internet")}
-    calls = [f"met(lambda: {expression})" for expression, _ in kept.values()] + [f"read({str(data)!r})"]
-    code = "code_reward.UNSAFE = True\nprint(code_reward.run(*job).decode())"
-    done = as_nobody(code, [prelude + "os.chdir('/tmp')\n", calls])
-    shutil.rmtree(data.parent)
-    assert done.returncode == 0, done.stderr
-    *given, text = json.loads(done.stdout)
-    assert text == TESTS
-    assert all(value in allowed(case[1]) for value, case in zip(given, kept.values())), dict(zip(kept, given))
 
 
 # ---- the training
