@@ -177,7 +177,7 @@ DETAILS = {
         ),
         "stop token not appended": (
             "",
-            [("(ids if ids[-1] == stop_id else [*ids, stop_id] for ids in encoded)", "encoded")],
+            [("(ids if ids[-1:] == [stop_id] else [*ids, stop_id] for ids in encoded)", "encoded")],
         ),
         "--beta 0.1": ("--beta 0.1", []),
         "--label-smoothing 0.1": ("--label-smoothing 0.1", []),

@@ -25,7 +25,8 @@ FLAGS = {
 SOURCES = {name: (ROOT / f"{name}.py").read_text() for name in SCRIPTS}
 EVERYTHING = "\n".join(path.read_text() for folder in (".", "*") for path in ROOT.glob(f"{folder}/*.py"))
 EVERYTHING += "\n".join(path.name for path in (ROOT / "tests").iterdir()) + "nan_to_num"  # which is not to be used
-METRICS = re.findall(r'"((?:eval|policy|rollout|reward|loss|optim|pair|value|score|perf)/[^"]+)"', "".join(SOURCES.values()))
+GROUPS = "(eval|policy|rollout|reward|loss|optim|pair|value|score|perf)/"
+METRICS = [found[0] for found in re.findall(rf'"({GROUPS}[^"]+)"', "".join(SOURCES.values()))]
 METRICS = "|".join(re.sub(r"\\{.*?\\}", r"[\\w@]+", re.escape(metric)) for metric in {*METRICS})
 
 # Files that a reader or a command makes.
@@ -129,7 +130,7 @@ def test_functions_arguments_and_metrics_that_are_named_exist(page):
         if re.fullmatch(r"[a-z]+(_[a-z0-9]+)+(\(\))?", code):
             word = code.removesuffix("()")
             assert re.search(rf"\b{word}\b", source) or word in SCRIPTS, f"{page}: {code}"
-        if re.fullmatch(r"(eval|policy|rollout|reward|loss|optim|pair|value|score|perf)/[\w@]+", code):
+        if re.fullmatch(rf"{GROUPS}[\w@]+", code):
             assert re.fullmatch(METRICS, code), f"{page}: {code}"
 
 

@@ -55,10 +55,6 @@ def next_logprobs(model, ids):
         return model(torch.tensor([ids])).logits[0].log_softmax(-1)
 
 
-def swapped(rows):
-    return [row | {"chosen": row["rejected"], "rejected": row["chosen"]} for row in rows]
-
-
 def test_by_logprob_the_likelier_completion_per_token_is_chosen(judge):
     model, tokenizer = load(dpo, ROOT / "models" / "tiny")
     rows = read(ROOT / "data" / "preferences" / "test.jsonl")[:24]
@@ -94,9 +90,10 @@ def test_by_chat_both_orders_are_asked_and_their_probabilities_averaged(judge, c
         chosen.append(texts[(probabilities[0] + 1 - probabilities[1]) / 2 < 0.5])
         says_a.append([probability > 0.5 for probability in probabilities])
     written, told = judge(PAIRS, "--by", "chat", "--model", folder)
+    swapped = [row | {"chosen": row["rejected"], "rejected": row["chosen"]} for row in PAIRS]
     for by in ("chat", "logprob"):  # the order of a pair changes no verdict
         flags = ("--by", by, "--model", folder)
-        assert judge(PAIRS, *flags)[0] == judge(swapped(PAIRS), *flags)[0]
+        assert judge(PAIRS, *flags)[0] == judge(swapped, *flags)[0]
     assert [row["chosen"] for row in written] == chosen
     assert 0 < sum(text == row["chosen"] for text, row in zip(chosen, PAIRS)) < len(PAIRS)
     biased = sum(first == second for first, second in says_a)

@@ -120,15 +120,6 @@ def test_labels_have_what_differs_and_nothing_else(tmp_path):
     assert len(labels(i, j)) == 2  # and these are cut alike
 
 
-def test_mixed_scripts_show_what_two_have_and_each_main_evaluation(tmp_path):
-    a = write_run(tmp_path / "a", [{"step": 1, "eval/accuracy": 1.0, "reward/mean": 1.0, "optim/grad_norm": 1.0}])
-    b = write_run(tmp_path / "b", [{"step": 1, "eval/loss": 1.0, "loss/nll": 1.0, "optim/grad_norm": 1.0}], "sft")
-    assert plot.choose_metrics(groups(a, b)) == ["eval/accuracy", "eval/loss", "optim/grad_norm"]
-    assert plot.choose_metrics(groups(b)) == ["eval/loss", "loss/nll", "optim/grad_norm"]
-    lines, _ = draw_lines(a, b)
-    assert lines[0] == ([1], [1.0])
-
-
 def test_metrics_can_be_chosen_and_what_is_no_number_is_left_out(tmp_path, capsys):
     rows = [{"step": 1, "own/key": 1.5}, {"step": 2, "own/key": float("nan")}, {"step": 3, "own/key": "torch.inf"}]
     run = write_run(tmp_path / "a", rows)
@@ -158,15 +149,14 @@ def test_bad_input_is_one_line(tmp_path):
                 call(str(tmp_path / name))
             assert "\n" not in str(caught.value) and str(tmp_path / name) in str(caught.value)
     run, nowhere = str(write_run(tmp_path / "good", accuracies(0.5))), str(tmp_path / "no" / "x.png")
-    for options, message in (
-        ({"metrics": ["a/b"]}, "no run has a/b; --metrics may be eval/accuracy"),
-        ({"out": nowhere}, "No such file"),
-        ({"out": str(tmp_path / "x.xyz")}, "not supported"),
+    for tool, options, message in (
+        (plot, {"metrics": ["a/b"]}, "no run has a/b; --metrics may be eval/accuracy"),
+        (plot, {"out": nowhere}, "No such file"),
+        (plot, {"out": str(tmp_path / "x.xyz")}, "not supported"),
+        (look, {"out": nowhere}, "No such file"),
     ):
         with pytest.raises(SystemExit, match=message):
-            plot.main(SimpleNamespace(**{"runs": [run], "out": None, "metrics": None} | options))
-    with pytest.raises(SystemExit, match="No such file"):
-        look.main(SimpleNamespace(run=run, out=nowhere))
+            tool.main(SimpleNamespace(**{"run": run, "runs": [run], "out": None, "metrics": None} | options))
 
 
 def test_command_lines(tmp_path):
@@ -229,8 +219,9 @@ def test_pages_of_real_runs(tmp_path):
     assert data["samples"] == [] and data["eval_samples"] == read_jsonl(dpo_run / "eval_samples.jsonl") != []
     assert [key for key, _ in data["panels"]][:2] == ["eval/accuracy", "eval/pair_accuracy"]
 
-    shared = plot.choose_metrics(groups(grpo_run, dpo_run))
-    assert shared == ["eval/accuracy", "optim/grad_norm"]
+    assert plot.choose_metrics(groups(grpo_run, dpo_run)) == ["eval/accuracy", "optim/grad_norm"]
+    sft_run = write_run(tmp_path / "sft", [{"step": 1, "eval/loss": 1.0, "loss/nll": 1.0}], "sft")
+    assert plot.choose_metrics(groups(grpo_run, sft_run)) == ["eval/accuracy", "eval/loss"]  # the main ones of each
 
 
 def test_a_hostile_run_cannot_leave_its_element(tmp_path):

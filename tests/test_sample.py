@@ -103,22 +103,20 @@ def test_greedy_completions_are_those_of_an_evaluation_and_samples_are_of_the_se
     assert Path("c.jsonl").read_text() == Path("d.jsonl").read_text() != Path("e.jsonl").read_text()
 
 
-def test_which_rows_are_sampled(monkeypatch):
-    """More than an evaluation has, of a test split; all of a small file; and those of the data without any input."""
-    write("rows.jsonl", [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(1, 6)])
-    monkeypatch.setattr(grpo, "DATASET", str(ROOT / "data/addition"))
-    small = ["--dataset", "rows.jsonl", "--split", "train", "--eval-prompts", 0, "--num-samples", 1]
-    for number, (flags, prompts) in enumerate(
-        [
-            (["--split", "test", "--eval-prompts", 4, "--num-prompts", 6], [row["prompt"] for row in TEST[:6]]),
-            (small, [f"{i}+1=" for i in range(1, 6)]),
-        ]
-    ):
-        run(*flags, "--temperature", 0, "--out", f"{number}.jsonl")
-        assert [row["prompt"] for row in read(f"{number}.jsonl")] == prompts
-    monkeypatch.setattr(grpo, "DATASET", "rows.jsonl")
-    sample.main(sample.parse_args(["--eval-prompts", "2", "--temperature", "0", "--out", "a.jsonl"]))
-    assert [row["prompt"] for row in read("a.jsonl")] == ["4+1=", "5+1="]
+SMALL = [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(1, 6)]
+ROWS = [  # more than an evaluation has, of a test split; all of a small file; those of the data, without any input
+    (ROOT / "data/addition", ["--split", "test", "--eval-prompts", 4, "--num-prompts", 6], TEST[:6]),
+    ("rows.jsonl", ["--split", "train", "--eval-prompts", 0], SMALL),
+    ("rows.jsonl", ["--split", "test", "--eval-prompts", 2], SMALL[3:]),
+]
+
+
+@pytest.mark.parametrize("dataset, flags, rows", ROWS)
+def test_which_rows_are_sampled(dataset, flags, rows, monkeypatch):
+    write("rows.jsonl", SMALL)
+    monkeypatch.setattr(grpo, "DATASET", str(dataset))
+    run(*flags, "--temperature", 0, "--out", "a.jsonl")
+    assert [row["prompt"] for row in read("a.jsonl")] == [row["prompt"] for row in rows]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -165,13 +163,6 @@ def test_own_prompts_have_no_rewards_and_may_come_from_standard_input():
         said = f"1+2=\n{printed[0]}{printed[1]}30+4=\n{printed[2]}{printed[3]}written: {len(flags)}.jsonl\n"
         said += "2 prompts, 4 completions, truncated 0.000, no answers, so no rewards\n"
         assert done.stdout == said
-
-
-def test_lines_of_a_completion_stand_below_each_other_and_what_is_cut_off_is_said(capsys, monkeypatch):
-    batch = {"truncated": torch.tensor([True])}
-    monkeypatch.setattr(grpo, "sample_completions", lambda *_: (batch, ["one\ntwo"]))
-    run("--prompt", "1+2=", "--num-samples", 1)
-    assert "1+2=\n     -  one\n        two [cut off]\n1 prompts" in capsys.readouterr().out
 
 
 # ---- what is kept
@@ -238,13 +229,15 @@ def test_the_file_is_there_when_it_is_whole_and_not_where_nothing_is_right(monke
     assert not [*Path().glob("b.jsonl*")]
 
 
-def test_without_out_rewarded_samples_are_kept_in_runs_and_own_prompts_are_not(capsys):
+def test_without_out_rewarded_samples_are_kept_in_runs_and_own_prompts_are_only_printed(capsys, monkeypatch):
     run("--num-prompts", 2, "--num-samples", 2)
     [path] = Path("runs").iterdir()
     assert f"written: {path}\n" in capsys.readouterr().out and path.name.startswith("samples__1__")
     assert len(read(path)) == 4
-    run("--prompt", "1+2=")
-    assert "written" not in capsys.readouterr().out and [*Path("runs").iterdir()] == [path]
+    monkeypatch.setattr(grpo, "sample_completions", lambda *_: ({"truncated": torch.tensor([True])}, ["one\ntwo"]))
+    run("--prompt", "1+2=", "--num-samples", 1)
+    assert capsys.readouterr().out.startswith("1+2=\n     -  one\n        two [cut off]\n1 prompts")
+    assert [*Path("runs").iterdir()] == [path]
 
 
 BAD = [
