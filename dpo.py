@@ -13,7 +13,9 @@ https://arxiv.org/abs/2305.18290v3, equation 7.
 The loss sees only the difference h. It falls as well when both log-probabilities fall, the rejected one's faster: what
 two completions of a prompt have in common is pushed up and down at once, and the probability that is taken from the
 rejected one goes anywhere. So log π_θ(y_w) often ends below the reference's (pair/chosen_log_ratio < 0) while the
-rewards tell the pairs apart ever better; judge a run by what the model then says.
+rewards tell the pairs apart ever better; judge a run by what the model then says:
+
+    python grpo.py --model RUN/checkpoint --num-steps 0
 
 Compared with reward_model.py
 - The same loss, of log-probability ratios in place of scores; --label-smoothing is the chance ε that a label is wrong
@@ -32,6 +34,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -40,7 +43,6 @@ import zlib
 from collections import Counter
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timedelta
-from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
@@ -53,7 +55,7 @@ import wandb
 from datasets import load_dataset
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -73,8 +75,6 @@ class Args:
     """folder or hub name of a causal language model (default: the embedded models/tiny)"""
     dataset: str | None = None
     """json, jsonl, csv or parquet file, folder, or hub name as in org/name:config (default: data/preferences)"""
-    eval_dataset: str | None = by_model(str(Path(__file__).resolve().parent / "data" / "addition"), "")
-    """prompts with answers, in the form of grpo.py's, for eval/accuracy (embedded: data/addition; real: none)"""
     system_prompt: str = ""
     """system message put before every prompt that has none"""
     max_prompt_length: int | None = by_model(32, 512)
@@ -98,27 +98,23 @@ class Args:
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, about a third more time"""
     precision: str = "bfloat16" if torch.cuda.is_available() else "float32"
-    """bfloat16 or float32, of the transformer blocks; all else is float32 (on CUDA: bfloat16)"""
+    """of the transformer blocks, bfloat16 or float32; all else is float32"""
     lora_rank: int = 0
-    """train adapters of this rank, at 3 to 10 times the learning rate (0: train the model itself)"""
+    """train adapters of this rank, at 3 to 10 times the learning rate (0: the model itself)"""
 
     # evaluation, saving, logging
     eval_every: int | None = by_model(32, 100)
-    """steps between evaluations on held-out pairs and prompts (embedded: 32; real: 100)"""
+    """steps between evaluations on held-out pairs (embedded: 32; real: 100)"""
     eval_prompts: int | None = by_model(512, 512)
-    """held-out pairs, and prompts with answers, per evaluation (embedded: 512; real: 512)"""
-    temperature: float = 1.0
-    """sampling temperature in evaluations"""
-    rollout_batch_size: int = 0
-    """most completions decoded at once per rank in evaluations (0: all)"""
+    """held-out pairs per evaluation (embedded: 512; real: 512)"""
     save_every: int | None = by_model(32, 100)
     """steps between saves (embedded: 32; real: 100)"""
     run_dir: str | None = None
     """new folder of this run (default: runs/SCRIPT__SEED__TIME)"""
     resume: str | None = None
-    """folder of the run to go on with; settings of speed, memory and schedule may be given anew"""
+    """folder of a run to go on with; speed, memory and schedule may be given anew"""
     seed: int = 1
-    """of the order of pairs and of samples"""
+    """of the order of pairs"""
     track: bool = False
     """log to Weights & Biases as well (WANDB_MODE=offline works)"""
 
@@ -129,23 +125,13 @@ class Args:
     """chance that chosen and rejected are swapped in the data (cDPO)"""
 
 
-def is_right(completion, answer):
-    """Is the completion's final answer the answer (plain, or as in GSM8K after ####)? Accuracy counts this."""
-    given, gold = extract_answer(completion), parse_answer(extract_answer(answer) or answer)
-    return given is not None and gold is not None and parse_answer(given) == gold
-
-
-def reward_fn(completion, answer):
-    """Return the reward of a completion. Edit this function, or assign another one to the module."""
-    return float(is_right(completion, answer))
-
-
-def score_completions(completions, rows):
-    """Return a reward for each completion; rows are the dataset's, with prompt, answer and other columns.
-
-    Edit this one for what needs the prompt or many completions at once: a judge, a test runner.
-    """
-    return [reward_fn(completion, row["answer"]) for completion, row in zip(completions, rows)]
+def pair_logprobs(policy, part):
+    """Log-probabilities of the chosen and the rejected completions of a microbatch, summed over tokens, (2, n)."""
+    prompts = [part[f"prompt_{kind}"].repeat(2, 1) for kind in ("ids", "mask")]
+    completions = [torch.cat([part[f"chosen_{kind}"], part[f"rejected_{kind}"]]) for kind in ("ids", "mask")]
+    logprobs, _ = policy(*prompts, *completions, 1.0)
+    # There are no rows where this rank only keeps step with the others.
+    return logprobs.sum(1).view(2, -1)[:, : len(part["rows"])]
 
 
 def preference_loss(
@@ -184,7 +170,7 @@ def evaluate_pairs(policy, pairs, pad_id, args, rank, world_size):
 
 
 def accumulate_gradients(policy, batch, rows, divisor, args):
-    """Add the gradients of preference_loss over these rows of every rank, divided by divisor; return summed metrics."""
+    """Add the gradients of preference_loss over the rows of all ranks, over divisor; return summed metrics."""
     totals = Counter()
     for part in microbatches(batch, rows, args.microbatch_tokens):
         chosen_logprobs, rejected_logprobs = pair_logprobs(policy, part)
@@ -218,19 +204,8 @@ def main(args):
         args.eval_prompts,
         find_turn_end(tokenizer),
     )
-    eval_prompts = []
-    if args.eval_dataset:
-        _, eval_prompts, eval_report = load_prompts(
-            args.eval_dataset,
-            tokenizer,
-            args.system_prompt,
-            args.max_prompt_length,
-            args.eval_prompts,
-            "--eval-dataset",
-        )
-        report.append(f"{eval_report[1]}, of --eval-dataset")
-    model, stop_ids = load_model(args.model, tokenizer, args.lora_rank)
-    longest = max(len(row["prompt_ids"]) for row in train_pairs + eval_pairs + eval_prompts)
+    model, _ = load_model(args.model, tokenizer, args.lora_rank)
+    longest = max(len(pair["prompt_ids"]) for pair in train_pairs + eval_pairs)
     check_model(model, train_pairs[0]["prompt_ids"], longest + args.max_completion_length)
     policy = shard(LogprobModel(model), device, args.precision, args.gradient_checkpointing)
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
@@ -261,13 +236,11 @@ def main(args):
             # metrics of the step over all ranks
             metrics = step_metrics(totals, divisor, start)
             metrics |= {"optim/grad_norm": grad_norm, "optim/learning_rate": learning_rate}
+            metrics["optim/skipped"] = not math.isfinite(grad_norm)
 
         # evaluation, logs, saving
         if eval_pairs and (step % args.eval_every == 0 or step == args.num_steps):
             metrics |= evaluate_pairs(policy, eval_pairs, pad_id, args, rank, world_size)
-            if eval_prompts:
-                with gathered(policy) as sampler:
-                    metrics |= evaluate(sampler, tokenizer, eval_prompts, stop_ids, args, step, rank, world_size)
         if rank == 0:
             log_step(args, step, metrics, progress)
         stopping = all_reduce(len(stop_signals)) > 0
@@ -282,12 +255,11 @@ def main(args):
 # ---- below: plumbing, byte-identical in every script that has it, in the order in which main calls it
 
 MODEL, DATASET = (str(Path(__file__).resolve().parent / name) for name in ("models/tiny", "data/preferences"))
-EVAL_SAMPLES = 4  # completions per held-out prompt, for pass@1 and pass@4
 LORA_ALPHA = 32  # adapters count alpha / rank times
 MAY_BE_0 = "seed num_steps rollout_batch_size warmup_steps weight_decay lora_rank eval_prompts".split()
 MAY_BE_0 += "kl_coef overlong_buffer missing_stop_penalty ptx_coef gamma gae_lambda label_smoothing".split()
-MAY_CHANGE = "resume num_steps learning_rate eval_every save_every track".split()  # on --resume
-MAY_CHANGE += "microbatch_tokens rollout_batch_size gradient_checkpointing".split()
+MAY_CHANGE = "resume num_steps learning_rate value_learning_rate eval_every save_every track".split()
+MAY_CHANGE += "microbatch_tokens rollout_batch_size gradient_checkpointing".split()  # on --resume
 
 
 def init_ranks():
@@ -359,7 +331,10 @@ def load_tokenizer(name, flag="--model"):
     transformers.logging.set_verbosity_error()  # what matters is said in one line
     transformers.logging.disable_progress_bar()
     with one_line(f"{flag} {name}: no model there (in a run it is checkpoint/) or on the hub"):
-        return AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        if tokenizer.chat_template == "":
+            raise ValueError("its chat template is empty")
+        return tokenizer
 
 
 def load_pairs(dataset, tokenizer, system_prompt, max_prompt_length, max_completion_length, num_held_out, stop_id):
@@ -374,15 +349,13 @@ def load_pairs(dataset, tokenizer, system_prompt, max_prompt_length, max_complet
         if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
             return "ends in the assistant's turn"
         prompt_ids = encode_prompt(tokenizer, prompt, system_prompt)
-        encoded = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-        chosen_ids, rejected_ids = (ids if ids[-1:] == [stop_id] else [*ids, stop_id] for ids in encoded)
+        chosen_ids, rejected_ids = (encode_completion(tokenizer, prompt, text, stop_id) for text in texts)
         if chosen_ids == rejected_ids:
             return "identical"
         longest = max(len(chosen_ids), len(rejected_ids))
         if not 0 < len(prompt_ids) <= max_prompt_length or longest > max_completion_length:
             return f"not 1 to {max_prompt_length} + {max_completion_length} tokens"
-        kind = row.get("kind") and str(row["kind"])
-        return {"prompt_ids": prompt_ids, "chosen_ids": chosen_ids, "rejected_ids": rejected_ids, "kind": kind}
+        return {"prompt_ids": prompt_ids, "chosen_ids": chosen_ids, "rejected_ids": rejected_ids}
 
     return load_rows(dataset, num_held_out, read)
 
@@ -420,8 +393,8 @@ def split_pair(row, has_template):
 def encode_prompt(tokenizer, prompt, system_prompt):
     """Return the token ids of a prompt, a text or a list of messages, up to the completion."""
     messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-    if not all(isinstance(message["content"], str) for message in messages):
-        raise ValueError(f"a prompt must be a text or a list of messages with texts, not {prompt!r:.80}")
+    if not all(isinstance(message.get(key), str) for message in messages for key in ("role", "content")):
+        raise ValueError(f"a prompt must be a text or messages of role and content, not {prompt!r:.80}")
     if system_prompt and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system_prompt}, *messages]
     if tokenizer.chat_template is None:
@@ -430,27 +403,42 @@ def encode_prompt(tokenizer, prompt, system_prompt):
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
 
 
+def encode_completion(tokenizer, prompt, text, stop_id):
+    """Return the token ids of a completion as the chat template writes it after a prompt, up to stop_id."""
+    if tokenizer.chat_template is not None:
+        messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+        start = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        messages = [*messages, {"role": "assistant", "content": text}]
+        whole = tokenizer.apply_chat_template(messages, tokenize=False)
+        if not whole.startswith(start):
+            raise ValueError(f"the chat template ends a prompt in {start[-30:]!r}, but begins no finished turn with it")
+        text = whole.removeprefix(start)
+    ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], stop_id]
+    return ids[: ids.index(stop_id) + 1]
+
+
 def load_rows(dataset, num_held_out, read, flag="--dataset"):
     """Return training and held-out rows as read makes them, and a line about each split."""
     kind = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}.get(Path(dataset).suffix)
     with one_line(f"{flag} {dataset}: not there, not on the hub, empty or damaged"):
         splits = load_dataset(kind, data_files=str(dataset)) if kind else load_dataset(*str(dataset).split(":"))
-        train, held_out = list(splits["train"]), splits.get("test") or splits.get("validation")
-    if held_out is None:  # then the last rows
-        cut = max(0, len(train) - num_held_out)
-        train, held_out = train[:cut], train[cut:]
+        train, test = list(splits["train"]), splits.get("test") or splits.get("validation")
+    source = list(test or train)
+    generator = torch.Generator().manual_seed(0)  # a sample that depends on nothing but the data
+    held_out = sorted(torch.randperm(len(source), generator=generator)[:num_held_out].tolist())
+    rest = range(len(train)) if test else sorted({*range(len(train))} - {*held_out})
     loaded, report = [], []
-    for split, rows in (("training", train), ("held-out", list(held_out)[:num_held_out])):
+    for split, rows, places in (("training", train, rest), ("held-out", source, held_out)):
         items = []  # texts are reasons to drop a row
-        for number, row in enumerate(rows, 1):
-            with one_line(f"{flag} {dataset}: {split} row {number}"):
-                items.append(read(row))
+        for place in places:
+            with one_line(f"{flag} {dataset}: {split} row {place + 1}, {rows[place]!r:.80}"):
+                items.append(read(rows[place]))
         kept = [item for item in items if not isinstance(item, str)]
         dropped = Counter(item for item in items if isinstance(item, str))
         text = json.dumps(kept, default=lambda value: type(value).__name__)
         report.append(f"{len(kept)} {split} rows ({zlib.crc32(text.encode()):08x}), dropped: {dict(dropped)}")
         if not kept and (split == "training" or num_held_out):
-            raise SystemExit(f"{flag} {dataset}: too few rows: {report[-1]}")
+            raise SystemExit(f"{flag} {dataset}: too few rows for --eval-prompts {num_held_out}: {report[-1]}")
         loaded.append(kept)
     return *loaded, report
 
@@ -463,53 +451,6 @@ def find_turn_end(tokenizer):
     tail = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("Answer")[2].strip(" \n\t\u2581")
     ids = tokenizer(tail, add_special_tokens=False)["input_ids"]
     return next((i for i in ids if i in tokenizer.added_tokens_decoder), tokenizer.eos_token_id)
-
-
-def load_prompts(dataset, tokenizer, system_prompt, max_prompt_length, num_held_out, flag="--dataset"):
-    """Return training and held-out prompts (see read_prompt), and a line about each split."""
-    limits = {"system_prompt": system_prompt, "max_prompt_length": max_prompt_length}
-    return load_rows(dataset, num_held_out, partial(read_prompt, tokenizer=tokenizer, **limits), flag)
-
-
-def read_prompt(row, tokenizer, system_prompt, max_prompt_length):
-    """Return the row with prompt, answer (or None) and prompt_ids, or why it is dropped."""
-    prompts = [row[name] for name in ("prompt", "question", "problem") if name in row]
-    answers = [row[name] for name in ("answer", "solution", "ground_truth") if name in row]
-    if not prompts:
-        raise ValueError(f"no column prompt, question or problem, but {', '.join(row)}")
-    prompt, answer = prompts[0], answers[0] if answers else None
-    if isinstance(answer, bool) or not isinstance(answer, str | int | float | None):
-        raise ValueError(f"an answer must be a text or a number, not {answer!r:.80}")
-    if not prompt or (answers and (answer is None or parse_answer(str(answer)) is None)):
-        return "without prompt or answer"
-    if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
-        return "ends in the assistant's turn"
-    prompt_ids = encode_prompt(tokenizer, prompt, system_prompt)
-    if not 0 < len(prompt_ids) <= max_prompt_length:
-        return f"not 1 to {max_prompt_length} tokens"
-    return {**row, "prompt": prompt, "answer": str(answer) if answers else None, "prompt_ids": prompt_ids}
-
-
-def parse_answer(text):
-    """Return an integer, decimal or simple fraction as an exact Fraction, anything else as a normalised string.
-
-    Signs, currency signs and thousands separators are understood; None if nothing is left.
-    """
-    text = text.strip().removeprefix("**").removesuffix("**").strip()
-    if len(text) > 1000:
-        return text
-    for written, meant in (("\u2212", "-"), ("\\!,", ","), ("\\$", "$"), ("\\%", "%")):
-        text = text.replace(written, meant)
-    text = text.removesuffix(".").strip()
-    while text[:1] + text[-1:] in ("{}", "$$") and not re.search("[{}$]", text[1:-1]):
-        text = text[1:-1].strip()
-    flat = re.sub(r"^([+-]? ?)\\[dt]?frac ?\{([+-]?[0-9]+)\} ?\{([+-]?[0-9]+)\}$", r"\1\2/\3", text)
-    number = r"((?:[1-9][0-9]{0,2}(?:(?:,|\\,|\{,\})[0-9]{3})+|[0-9]*)(?:\.[0-9]+)?)"
-    match = re.fullmatch(rf"(?:[$£€] ?)?([+-]?) ?(?:[$£€] ?)?{number}(?: ?/ ?([+-]?[0-9]+))?", flat)
-    if match and re.search("[0-9]", match[2]) and int(match[3] or 1):
-        return Fraction(match[1] + re.sub(r"[^0-9.]", "", match[2])) / int(match[3] or 1)
-    text = re.sub(r"\\(?:text|textbf|mathrm|mbox) ?\{([^{}\\]*)\}", r"\1", text)
-    return re.sub(r" ?([^\w ]) ?", r"\1", " ".join(text.split())) or None
 
 
 def load_model(name, tokenizer, lora_rank=0):
@@ -539,8 +480,10 @@ def add_adapters(model, rank):
     model.requires_grad_(False)
     torch.manual_seed(0)  # the same adapters on every rank
     model.adapters, scale = True, LORA_ALPHA / rank
-    layers = [layer for block in find_blocks(model) for layer in block.modules()]
-    for layer in [layer for layer in layers if type(layer) is nn.Linear]:
+    layers = [layer for block in find_blocks(model) for layer in block.modules() if type(layer) is nn.Linear]
+    if not layers:
+        raise SystemExit(f"--lora-rank {rank}: this model has no linear layers to adapt")
+    for layer in layers:
         layer.lora_a = nn.Linear(layer.in_features, rank, bias=False)
         layer.lora_b = nn.Linear(rank, layer.out_features, bias=False)
         nn.init.zeros_(layer.lora_b.weight)  # at first nothing changes
@@ -554,80 +497,17 @@ def find_blocks(model):
 
 
 def check_model(model, prompt_ids, max_length):
-    """Exit unless generate, by cache and own logits, and token_logprobs agree."""
+    """Exit if token_logprobs and the model's own logits differ."""
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or max_length
     if max_length > context:
-        raise SystemExit(f"{max_length} tokens of prompt and completion are over the context of {context}")
-    prompts = pad_left([prompt_ids[: 1 + i // 2] for i in range(16)], 0, model.device)
-    half = range(0, model.config.get_text_config().vocab_size, 2)  # stop ids: rows end one by one
+        raise SystemExit(f"prompts and completions of {max_length} tokens, over the context of {context}")
+    ids = torch.tensor([prompt_ids[:16] * 2], device=model.device)  # (1, 2 P)
+    prompts, completions = ((half, torch.ones_like(half)) for half in ids.chunk(2, 1))
     with one_line(f"--model {model.name_or_path}: damaged, or of another kind"), torch.no_grad():
-        *completions, sampled = generate(model, *prompts, 8, 1.0, half, 0, with_logprobs=True)
-        gap = (token_logprobs(model, *prompts, *completions, 1.0)[0] - sampled).abs().max().item()
-        if not gap < 0.01:
-            raise ValueError(f"its log-probabilities with and without cache are {gap:.2g} apart")
-
-
-def pad_left(rows, pad_id, device):
-    """Return ids and mask (B, P) of lists of token ids, padded on the left."""
-    ids = [torch.tensor(row, device=device) for row in rows]
-    padded = partial(nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
-    return padded(ids, padding_value=pad_id), padded([torch.ones_like(row) for row in ids])
-
-
-@torch.no_grad()
-def generate(
-    model, prompt_ids, prompt_mask, max_completion_length, temperature, stop_ids, pad_id, with_logprobs=False, edit=None
-):
-    """Sample a completion of each prompt, up to and including the first stop id.
-
-    prompts (B, P) left-padded -> completion_ids, completion_mask (B, max_completion_length) right-padded; and, if
-    asked for, log-probabilities of the draws, 0 where masked. edit may write over them (grpo_tools.py).
-    """
-    stop_ids = torch.tensor(list(stop_ids), device=prompt_ids.device)
-    completion_ids = prompt_ids.new_full((len(prompt_ids), max_completion_length), pad_id)
-    completion_mask = torch.zeros_like(completion_ids)
-    sampler_logprobs = completion_mask.float()
-    # Completions of one prompt are adjacent: each prompt is read once, and its cache repeated.
-    both = torch.cat([prompt_ids, prompt_mask.long()], 1)  # (B, 2 P)
-    unique, running = torch.unique_consecutive(both, dim=0, return_inverse=True)
-    (ids, mask), cache = unique.chunk(2, 1), None
-    rows = torch.arange(len(running), device=running.device)  # those that have not ended
-    for t in range(max_completion_length):
-        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        inputs = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
-        output = model(input_ids=ids, **inputs, use_cache=True, logits_to_keep=1)
-        logits, cache = output.logits[:, -1], output.past_key_values
-        if t == 0:
-            logits, mask = logits[running], prompt_mask
-            cache.reorder_cache(running)
-        tokens, logprobs = sample_tokens(logits, temperature)
-        ended = torch.isin(tokens, stop_ids)
-        if edit is not None:
-            tokens, logprobs, ended = edit(rows, tokens, logprobs, ended)
-        completion_ids[rows, t], completion_mask[rows, t], sampler_logprobs[rows, t] = tokens, 1, logprobs
-        running = (~ended).nonzero().squeeze(1)
-        if len(running) == 0:
-            break
-        if len(running) < len(rows):  # finished rows leave the batch
-            rows, tokens, mask = rows[running], tokens[running], mask[running]
-            cache.reorder_cache(running)
-        ids, mask = tokens.unsqueeze(1), nn.functional.pad(mask, (0, 1), value=1)  # (B, 1), (B, P + t + 1)
-    return (completion_ids, completion_mask, sampler_logprobs)[: 3 if with_logprobs else 2]
-
-
-def sample_tokens(logits, temperature):
-    """Draw ids from exactly softmax(logits / temperature); temperature 0 is greedy.
-
-    (B, V) -> ids and their log-probabilities (B,), which are 0 at temperature 0.
-    """
-    if temperature == 0:
-        return logits.argmax(-1), torch.zeros(len(logits), device=logits.device)
-    probabilities = (logits.float() / temperature).softmax(-1)  # (B, V)
-    # In float32 sums (or multinomial's noise) rare ids of a large vocabulary never come.
-    cdf = probabilities.cumsum(-1, dtype=torch.float64)
-    draws = torch.rand(len(cdf), 1, dtype=cdf.dtype, device=cdf.device) * cdf[:, -1:]
-    tokens = torch.searchsorted(cdf, draws, right=True).clamp(max=cdf.shape[1] - 1)  # (B, 1)
-    return tokens.squeeze(1), probabilities.gather(1, tokens).squeeze(1).log()
+        plain = model(input_ids=ids, use_cache=False).logits.log_softmax(-1)[:, ids.shape[1] // 2 - 1 : -1]  # (1, P, V)
+        found, _ = token_logprobs(model, *prompts, *completions, 1.0)  # (1, P)
+        if not (plain.gather(2, completions[0].unsqueeze(2)).squeeze(2) - found).abs().max() < 0.01:
+            raise ValueError("its own logits are not those of its LM head")
 
 
 def token_logprobs(model, prompt_ids, prompt_mask, completion_ids, completion_mask, temperature):
@@ -650,7 +530,7 @@ def token_logprobs(model, prompt_ids, prompt_mask, completion_ids, completion_ma
 
 
 def head_logprobs(model, hidden, targets, temperature):
-    """Log-probabilities of targets (N,), and entropies, under softmax(head(hidden) / temperature); hidden (N, D)."""
+    """Log-probabilities of targets (N,), and entropies, under softmax(head(hidden) / temperature)."""
     head, given = model.get_output_embeddings(), vars(model.config.get_text_config()).get
     scale = given("logit_scale") or given("lm_head_multiplier") or 1 / (given("logits_scaling") or 1)
     cap = given("final_logit_softcapping")
@@ -752,6 +632,13 @@ def collate_pairs(pairs, pad_id, device):
     return batch
 
 
+def pad_left(rows, pad_id, device):
+    """Return ids and mask (B, P) of lists of token ids, padded on the left."""
+    ids = [torch.tensor(row, device=device) for row in rows]
+    padded = partial(nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
+    return padded(ids, padding_value=pad_id), padded([torch.ones_like(row) for row in ids])
+
+
 def microbatches(batch, rows, max_tokens):
     """Cut rows of a batch, longest first, into parts of one row, or of up to max_tokens with padding."""
     parts, longest, lengths = [], 0, batch["lengths"][rows]
@@ -770,23 +657,15 @@ def microbatches(batch, rows, max_tokens):
         yield part | {key: part[key] * bool(places) for key in masks} | {"rows": index[: len(places)]}
 
 
-def pair_logprobs(policy, part):
-    """Log-probabilities of the chosen and the rejected completions of a microbatch, summed over tokens, (2, n)."""
-    prompts = [part[f"prompt_{kind}"].repeat(2, 1) for kind in ("ids", "mask")]
-    completions = [torch.cat([part[f"chosen_{kind}"], part[f"rejected_{kind}"]]) for kind in ("ids", "mask")]
-    logprobs, _ = policy(*prompts, *completions, 1.0)
-    # There are no rows where this rank only keeps step with the others.
-    return logprobs.sum(1).view(2, -1)[:, : len(part["rows"])]
-
-
 def open_run(args, policy, optimizer, report):
     """Write args.json, load a state to resume from; return the last step, or -1, and a bar."""
     run_dir, last_step, rank, ranks = Path(args.run_dir), -1, dist.get_rank(), dist.get_world_size()
     run = {"script": Path(__file__).stem, "entry": Path(sys.argv[0]).name, "ranks": ranks, "data": report}
     if args.resume is not None:
         before = json.loads((run_dir / "args.json").read_text())["run"]
-        if run != before:
-            raise SystemExit(f"--resume {run_dir}: this is {run}, and the run was {before}")
+        changed = [f"{name} was {before.get(name)}, now {run[name]}" for name in run if run[name] != before.get(name)]
+        if changed:
+            raise SystemExit(f"--resume {run_dir}: {'; '.join(changed)}")
         last_step = load_state(run_dir, policy, optimizer)
         if last_step > args.num_steps:
             raise SystemExit(f"--num-steps {args.num_steps}: the run has done {last_step} already")
@@ -798,7 +677,8 @@ def open_run(args, policy, optimizer, report):
             (run_dir / "args.unfinished").write_text(text)
             (run_dir / "args.unfinished").replace(run_dir / "args.json")
         with one_line("--track"):
-            wandb.init(name=run_dir.name, dir=run_dir, config=asdict(args), mode=None if args.track else "disabled")
+            mode = None if args.track else "disabled"
+            wandb.init(name=run_dir.name, dir=run_dir, config=asdict(args), mode=mode)
     return last_step, tqdm(total=args.num_steps, initial=max(0, last_step), disable=rank > 0)
 
 
@@ -811,9 +691,9 @@ def load_state(run_dir, policy, optimizer):
         planner = dcp.DefaultLoadPlanner(allow_partial_load=True)  # unused weights have none
         dcp.load({"optimizer": moments}, checkpoint_id=path, planner=planner)
         dcp_state.set_state_dict(policy, optimizer, model_state_dict=model, optim_state_dict=moments)
-    for name in ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl") if dist.get_rank() == 0 else ():
-        with one_line(f"{run_dir / name} is damaged"), (run_dir / name).open("a+b") as file:
-            file.seek(0)
+    logs = [*run_dir.glob("metrics.jsonl"), *run_dir.glob("*samples.jsonl")]
+    for log in logs if dist.get_rank() == 0 else ():
+        with one_line(f"{log} is damaged"), log.open("r+b") as file:
             kept = [line for line in file if line.endswith(b"\n") and json.loads(line)["step"] <= int(path.name)]
             file.truncate(sum(map(len, kept)))
     return int(path.name)
@@ -843,14 +723,15 @@ def pick_rows(rows, start, count, seed):
 
 
 def step_optimizer(policy, optimizer, learning_rate, max_grad_norm):
-    """Clip the gradients, make a step if there are any, free them; return the norm before."""
+    """Clip the gradients and make a step, unless they are 0 or not finite; return their norm."""
     grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), max_grad_norm)
     grad_norm = float(grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm)
-    if not math.isfinite(grad_norm):
-        raise SystemExit(f"the norm of the gradients is {grad_norm}: is --learning-rate too high?")
+    optimizer.skipped = 0 if math.isfinite(grad_norm) else getattr(optimizer, "skipped", 0) + 1
+    if optimizer.skipped == 3:
+        raise SystemExit(f"gradients were {grad_norm} three times in a row: is --learning-rate too high?")
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
-    if grad_norm > 0:  # else AdamW would go on in the direction it had
+    if 0 < grad_norm < math.inf:  # at 0 AdamW would go on in the direction it had
         optimizer.step()
     optimizer.zero_grad()
     return grad_norm
@@ -864,98 +745,6 @@ def step_metrics(totals, divisor, start):
     return metrics | {"perf/step_seconds": time.perf_counter() - start}
 
 
-@contextlib.contextmanager
-def gathered(policy):
-    """Inside, each rank has all weights, and samples from the model at its own pace."""
-    shards = [module for module in (policy, *policy.model.modules()) if isinstance(module, FSDPModule)]
-    hooks = [(module._forward_pre_hooks, module._forward_hooks) for module in shards]
-    for module in shards:
-        module.unshard()
-        module._forward_pre_hooks, module._forward_hooks = {}, {}  # FSDP's cost a fifth of a rollout
-    yield policy.model
-    for module, before in zip(shards, hooks):
-        module._forward_pre_hooks, module._forward_hooks = before
-        module.reshard()
-
-
-def evaluate(model, tokenizer, prompts, stop_ids, args, step, rank, world_size):
-    """Mean reward of greedy completions; with answers their accuracy, and pass@k, by is_right."""
-    torch.manual_seed(args.seed)
-    rows = prompts[rank::world_size] or prompts[:1]  # there may be fewer than ranks
-    batch, texts = rollout(model, tokenizer, rows, 1, 0.0, stop_ids, args)
-    sums = {"num_rows": len(rows), "eval/reward": batch["rewards"].sum()}
-    if rows[0]["answer"] is not None:
-        _, samples = sample_completions(model, tokenizer, rows, EVAL_SAMPLES, args.temperature, stop_ids, args)
-        right = [is_right(text, rows[i // EVAL_SAMPLES]["answer"]) for i, text in enumerate(samples)]
-        right = torch.tensor(right).view(-1, EVAL_SAMPLES)
-        sums["eval/accuracy"] = sum(is_right(text, row["answer"]) for text, row in zip(texts, rows))
-        sums |= {"eval/pass@1": right.float().mean(1).sum(), f"eval/pass@{EVAL_SAMPLES}": right.any(1).sum()}
-    for row, text, reward in zip(rows, texts, batch["rewards"].tolist()) if rank == 0 else ():
-        sample = {"prompt": row["prompt"], "answer": row["answer"], "completion": text, "reward": reward}
-        append_line(args, "eval_samples.jsonl", {"step": step} | sample)
-    num_rows, *totals = all_reduce([float(total) for total in sums.values()])
-    return {name: total / num_rows for name, total in zip([*sums][1:], totals)}
-
-
-def rollout(model, tokenizer, prompts, num_samples, temperature, stop_ids, args):
-    """Sample and score num_samples completions of each prompt; return tensors (B, ...), texts."""
-    batch, texts = sample_completions(model, tokenizer, prompts, num_samples, temperature, stop_ids, args)
-    with one_line(f"score_completions has to return {len(texts)} finite numbers"):
-        rewards = score_completions(texts, [prompt for prompt in prompts for _ in range(num_samples)])
-        batch["rewards"] = torch.tensor([float(reward) for reward in rewards], device=batch["lengths"].device)
-        if len(rewards) != len(texts) or not batch["rewards"].isfinite().all():
-            raise ValueError(f"{rewards!r:.200}")
-    return batch, texts
-
-
-def sample_completions(model, tokenizer, prompts, num_samples, temperature, stop_ids, args):
-    """Sample num_samples completions of each prompt, which are adjacent; return tensors, texts."""
-    rows = [prompt["prompt_ids"] for prompt in prompts for _ in range(num_samples)]
-    prompt_ids, prompt_mask = pad_left(rows, 0, next(model.parameters()).device)
-    size, parts = args.rollout_batch_size or len(rows), []
-    make_writer = globals().get("make_writer", lambda *_: None)  # of grpo_tools.py
-    for chunk in zip(prompt_ids.split(size), prompt_mask.split(size)):
-        edit = make_writer(len(chunk[0]), tokenizer, args)
-        parts.append(generate(model, *chunk, args.max_completion_length, temperature, stop_ids, 0, True, edit))
-    ids, mask, logprobs = (torch.cat(part) for part in zip(*parts))  # (B, T)
-    lengths = mask.sum(1)  # (B,)
-    completions = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist())]
-    truncated = torch.tensor([row[-1] not in stop_ids for row in completions], device=ids.device)
-    batch = {"prompt_ids": prompt_ids, "prompt_mask": prompt_mask, "completion_ids": ids, "completion_mask": mask}
-    batch |= {"sampler_logprobs": logprobs, "lengths": prompt_mask.sum(1) + lengths, "truncated": truncated}
-    return batch, tokenizer.batch_decode(completions, skip_special_tokens=True)
-
-
-def extract_answer(text):
-    """Return the final answer of a text or None: its last \\boxed{}, else what follows its last ####, else <answer>."""
-    # Thoughts do not count, nor does what precedes the end of one that the prompt opened.
-    text = re.sub("<think>.*?(</think>|\\Z)", " ", text, flags=re.DOTALL).rpartition("</think>")[2]
-    braces, start, end = re.compile(r"\\.|[{}]", re.DOTALL), 0, 0
-    while (opening := text.find("\\boxed{", end)) >= 0:
-        depth = 0
-        for brace in braces.finditer(text, opening + 6, opening + 2000):
-            depth += 1 if brace[0] == "{" else -1 if brace[0] == "}" else 0
-            if depth == 0:
-                break
-        if depth != 0:
-            return None  # cut off inside its box, or no answer but an essay
-        start, end = opening, brace.end()
-    if end > 0:
-        sign = "-" if text[start - 1 : start] in ("-", "\u2212") else ""
-        return sign + re.sub(r"^ *\\boxed\{([^{}]*)\} *$", r"\1", text[start + 7 : end - 1])
-    if "####" in text:
-        return text.rpartition("####")[2].strip().partition("\n")[0]
-    opening, closing = text.rfind("<answer>"), text.rfind("</answer>")
-    return text[opening + 8 : closing] if 0 <= opening < closing else None
-
-
-def append_line(args, name, row):
-    """Append a row to a jsonl file of the run."""
-    path = Path(args.run_dir, name)
-    with one_line(f"{path}: mend it, then --resume {args.run_dir}"), path.open("a") as file:
-        file.write(json.dumps(row, default=str) + "\n")
-
-
 def log_step(args, step, metrics, progress):
     """Log the metrics, print what an evaluation found, and move the bar."""
     append_line(args, "metrics.jsonl", {"step": step} | metrics)
@@ -964,6 +753,13 @@ def log_step(args, step, metrics, progress):
     progress.update(step > 0)
     if found := [f"{name[5:]} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/")]:
         tqdm.write(f"step {step}: {', '.join(found)}")
+
+
+def append_line(args, name, row):
+    """Append a row to a jsonl file of the run."""
+    path = Path(args.run_dir, name)
+    with one_line(f"{path}: mend it, then --resume {args.run_dir}"), path.open("a") as file:
+        file.write(json.dumps(row, default=str) + "\n")
 
 
 def save(run_dir, policy, optimizer, tokenizer, step):
@@ -1003,10 +799,12 @@ def end_run(args, progress, stop_signals):
             evaluated = [line[name] for line in lines if name in line]
             print(f"{name[5:]:15} {evaluated[0]:.3f} -> {evaluated[-1]:.3f}")
         if Path(args.run_dir, "checkpoint").exists():
-            python = f"torchrun --nproc-per-node {ranks}" if (ranks := dist.get_world_size()) > 1 else "python"
+            many = f"torchrun --shutdown-timeout 3600 --nproc-per-node {dist.get_world_size()}"
+            python = many if dist.get_world_size() > 1 else "python"
             print(f"checkpoint      {args.run_dir}/checkpoint, for --model and from_pretrained")
             steps = args.num_steps if lines[-1]["step"] < args.num_steps else 2 * args.num_steps
-            print(f"to go on        {python} {sys.argv[0]} --resume {args.run_dir} --num-steps {steps}")
+            flags = shlex.join(map(str, [sys.argv[0], "--resume", args.run_dir, "--num-steps", steps]))
+            print(f"to go on        {python} {flags}")
     dist.destroy_process_group()
     if stop_signals:
         raise SystemExit(128 + stop_signals[0])

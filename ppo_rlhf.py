@@ -24,7 +24,7 @@ Compared with grpo.py
 - The KL penalty is in the reward (k1, no gradient through it); the loss is a mean over tokens.
 
 Departures from the papers
-- No entropy bonus; by default no pretraining loss; the value loss has no weight, but a learning rate of its own.
+- No entropy bonus; by default no pretraining loss; the value loss has its own learning rate.
 - Learning rates stay constant after the warm-up; those of Huang et al. fall to 0.
 - The score belongs to the last token; the code of Huang et al. puts it one position later.
 - A completion without stop token loses a penalty; Huang et al. set its score to -1.
@@ -38,6 +38,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -97,11 +98,11 @@ class Args:
     max_completion_length: int | None = by_model(48, 1024)
     """tokens, the stop token included (embedded: 48; real: 1024)"""
     temperature: float = 1.0
-    """sampling temperature; log-probabilities are those of this temperature too"""
+    """of sampling, and of log-probabilities"""
     rollout_batch_size: int = 0
     """most completions decoded at once per rank (0: all)"""
     sampler_weight_cap: float = 2.0
-    """most that a token counts for being likelier to the policy than to what sampled it"""
+    """most that a token counts, being likelier to the policy than to its sampler"""
 
     # optimization
     learning_rate: float | None = by_model(1e-4, 3e-6)
@@ -121,9 +122,9 @@ class Args:
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, about a third more time"""
     precision: str = "bfloat16" if torch.cuda.is_available() else "float32"
-    """bfloat16 or float32, of the transformer blocks; all else is float32 (on CUDA: bfloat16)"""
+    """of the transformer blocks, bfloat16 or float32; all else is float32"""
     lora_rank: int = 0
-    """train adapters of this rank, at 3 to 10 times the learning rate (0: train the model itself)"""
+    """train adapters of this rank, at 3 to 10 times the learning rate (0: the model itself)"""
 
     # evaluation, saving, logging
     eval_every: int | None = by_model(20, 20)
@@ -135,7 +136,7 @@ class Args:
     run_dir: str | None = None
     """new folder of this run (default: runs/SCRIPT__SEED__TIME)"""
     resume: str | None = None
-    """folder of the run to go on with; settings of speed, memory and schedule may be given anew"""
+    """folder of a run to go on with; speed, memory and schedule may be given anew"""
     seed: int = 1
     """of sampling and of the order of prompts"""
     track: bool = False
@@ -159,7 +160,7 @@ class Args:
 
 
 def is_right(completion, answer):
-    """Is the completion's final answer the answer (plain, or as in GSM8K after ####)? Accuracy counts this."""
+    """Is the completion's final answer the answer, plain or GSM8K's after ####? Accuracy counts this."""
     given, gold = extract_answer(completion), parse_answer(extract_answer(answer) or answer)
     return given is not None and gold is not None and parse_answer(given) == gold
 
@@ -259,7 +260,7 @@ def policy_loss(
     ratio = log_ratio.exp()  # (B, T)
     clipped_ratio = ratio.clamp(1 - clip_eps, 1 + clip_eps)
     metrics, weight = {}, 1.0
-    # The sampler rounds otherwise than π_old: its tokens are weighted by π_old / π_sampler, capped (Yao et al. 2025).
+    # The sampler rounds otherwise than π_old: π_old / π_sampler, capped, weighs its tokens (Yao et al. 2025).
     if sampler_logprobs is not None:
         log_weight = torch.where(mask, old_logprobs - sampler_logprobs, 0.0)
         weight = log_weight.exp().clamp(max=sampler_weight_cap)  # (B, T)
@@ -306,7 +307,7 @@ def accumulate_ptx(policy, batch, args):
 
 
 def accumulate_gradients(policy, batch, rows, divisor, on_policy, args):
-    """Add the gradients of both losses over these rows of every rank, divided by divisor; return summed metrics."""
+    """Add the gradients of both losses over the rows of all ranks, over divisor; return summed metrics."""
     totals = Counter()
     for part in microbatches(batch, rows, args.microbatch_tokens):
         logprobs, entropies, values = policy(
@@ -429,6 +430,7 @@ def main(args):
             for name, norms, learning_rate in zip(("", "value_"), zip(*grad_norms), learning_rates):
                 metrics[f"optim/{name}grad_norm"] = sum(norms) / len(norms)
                 metrics[f"optim/{name}learning_rate"] = learning_rate
+                metrics[f"optim/{name}skipped"] = sum(not math.isfinite(norm) for norm in norms)
             sample = {"step": step, "prompt": prompts[0]["prompt"], "completions": texts[:1]}
             sample |= {key: batch[key][:1].tolist() for key in ("rewards", "scores")}
             if rank == 0:
@@ -459,8 +461,8 @@ NORM_SAMPLES = 512  # completions of the initial model on which scores are norma
 LORA_ALPHA = 32  # adapters count alpha / rank times
 MAY_BE_0 = "seed num_steps rollout_batch_size warmup_steps weight_decay lora_rank eval_prompts".split()
 MAY_BE_0 += "kl_coef overlong_buffer missing_stop_penalty ptx_coef gamma gae_lambda label_smoothing".split()
-MAY_CHANGE = "resume num_steps learning_rate eval_every save_every track".split()  # on --resume
-MAY_CHANGE += "microbatch_tokens rollout_batch_size gradient_checkpointing".split()
+MAY_CHANGE = "resume num_steps learning_rate value_learning_rate eval_every save_every track".split()
+MAY_CHANGE += "microbatch_tokens rollout_batch_size gradient_checkpointing".split()  # on --resume
 
 
 def init_ranks():
@@ -532,7 +534,10 @@ def load_tokenizer(name, flag="--model"):
     transformers.logging.set_verbosity_error()  # what matters is said in one line
     transformers.logging.disable_progress_bar()
     with one_line(f"{flag} {name}: no model there (in a run it is checkpoint/) or on the hub"):
-        return AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        if tokenizer.chat_template == "":
+            raise ValueError("its chat template is empty")
+        return tokenizer
 
 
 def load_prompts(dataset, tokenizer, system_prompt, max_prompt_length, num_held_out, is_scored):
@@ -570,7 +575,7 @@ def read_prompt(row, tokenizer, system_prompt, max_prompt_length):
     prompt, answer = prompts[0], answers[0] if answers else None
     if isinstance(answer, bool) or not isinstance(answer, str | int | float | None):
         raise ValueError(f"an answer must be a text or a number, not {answer!r:.80}")
-    if not prompt or (answers and (answer is None or parse_answer(str(answer)) is None)):
+    if not (prompt and str(prompt).strip()) or (answers and (answer is None or parse_answer(str(answer)) is None)):
         return "without prompt or answer"
     if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
         return "ends in the assistant's turn"
@@ -581,7 +586,7 @@ def read_prompt(row, tokenizer, system_prompt, max_prompt_length):
 
 
 def parse_answer(text):
-    """Return an integer, decimal or simple fraction as an exact Fraction, anything else as a normalised string.
+    """Return a number or simple fraction as an exact Fraction, anything else as a normalised string.
 
     Signs, currency signs and thousands separators are understood; None if nothing is left.
     """
@@ -605,8 +610,8 @@ def parse_answer(text):
 def encode_prompt(tokenizer, prompt, system_prompt):
     """Return the token ids of a prompt, a text or a list of messages, up to the completion."""
     messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-    if not all(isinstance(message["content"], str) for message in messages):
-        raise ValueError(f"a prompt must be a text or a list of messages with texts, not {prompt!r:.80}")
+    if not all(isinstance(message.get(key), str) for message in messages for key in ("role", "content")):
+        raise ValueError(f"a prompt must be a text or messages of role and content, not {prompt!r:.80}")
     if system_prompt and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system_prompt}, *messages]
     if tokenizer.chat_template is None:
@@ -620,22 +625,23 @@ def load_rows(dataset, num_held_out, read, flag="--dataset"):
     kind = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}.get(Path(dataset).suffix)
     with one_line(f"{flag} {dataset}: not there, not on the hub, empty or damaged"):
         splits = load_dataset(kind, data_files=str(dataset)) if kind else load_dataset(*str(dataset).split(":"))
-        train, held_out = list(splits["train"]), splits.get("test") or splits.get("validation")
-    if held_out is None:  # then the last rows
-        cut = max(0, len(train) - num_held_out)
-        train, held_out = train[:cut], train[cut:]
+        train, test = list(splits["train"]), splits.get("test") or splits.get("validation")
+    source = list(test or train)
+    generator = torch.Generator().manual_seed(0)  # a sample that depends on nothing but the data
+    held_out = sorted(torch.randperm(len(source), generator=generator)[:num_held_out].tolist())
+    rest = range(len(train)) if test else sorted({*range(len(train))} - {*held_out})
     loaded, report = [], []
-    for split, rows in (("training", train), ("held-out", list(held_out)[:num_held_out])):
+    for split, rows, places in (("training", train, rest), ("held-out", source, held_out)):
         items = []  # texts are reasons to drop a row
-        for number, row in enumerate(rows, 1):
-            with one_line(f"{flag} {dataset}: {split} row {number}"):
-                items.append(read(row))
+        for place in places:
+            with one_line(f"{flag} {dataset}: {split} row {place + 1}, {rows[place]!r:.80}"):
+                items.append(read(rows[place]))
         kept = [item for item in items if not isinstance(item, str)]
         dropped = Counter(item for item in items if isinstance(item, str))
         text = json.dumps(kept, default=lambda value: type(value).__name__)
         report.append(f"{len(kept)} {split} rows ({zlib.crc32(text.encode()):08x}), dropped: {dict(dropped)}")
         if not kept and (split == "training" or num_held_out):
-            raise SystemExit(f"{flag} {dataset}: too few rows: {report[-1]}")
+            raise SystemExit(f"{flag} {dataset}: too few rows for --eval-prompts {num_held_out}: {report[-1]}")
         loaded.append(kept)
     return *loaded, report
 
@@ -698,8 +704,10 @@ def add_adapters(model, rank):
     model.requires_grad_(False)
     torch.manual_seed(0)  # the same adapters on every rank
     model.adapters, scale = True, LORA_ALPHA / rank
-    layers = [layer for block in find_blocks(model) for layer in block.modules()]
-    for layer in [layer for layer in layers if type(layer) is nn.Linear]:
+    layers = [layer for block in find_blocks(model) for layer in block.modules() if type(layer) is nn.Linear]
+    if not layers:
+        raise SystemExit(f"--lora-rank {rank}: this model has no linear layers to adapt")
+    for layer in layers:
         layer.lora_a = nn.Linear(layer.in_features, rank, bias=False)
         layer.lora_b = nn.Linear(rank, layer.out_features, bias=False)
         nn.init.zeros_(layer.lora_b.weight)  # at first nothing changes
@@ -809,7 +817,7 @@ def token_logprobs(model, prompt_ids, prompt_mask, completion_ids, completion_ma
 
 
 def head_logprobs(model, hidden, targets, temperature):
-    """Log-probabilities of targets (N,), and entropies, under softmax(head(hidden) / temperature); hidden (N, D)."""
+    """Log-probabilities of targets (N,), and entropies, under softmax(head(hidden) / temperature)."""
     head, given = model.get_output_embeddings(), vars(model.config.get_text_config()).get
     scale = given("logit_scale") or given("lm_head_multiplier") or 1 / (given("logits_scaling") or 1)
     cap = given("final_logit_softcapping")
@@ -974,8 +982,9 @@ def open_run(args, policy, optimizer, report):
     run = {"script": Path(__file__).stem, "entry": Path(sys.argv[0]).name, "ranks": ranks, "data": report}
     if args.resume is not None:
         before = json.loads((run_dir / "args.json").read_text())["run"]
-        if run != before:
-            raise SystemExit(f"--resume {run_dir}: this is {run}, and the run was {before}")
+        changed = [f"{name} was {before.get(name)}, now {run[name]}" for name in run if run[name] != before.get(name)]
+        if changed:
+            raise SystemExit(f"--resume {run_dir}: {'; '.join(changed)}")
         last_step = load_state(run_dir, policy, optimizer)
         if last_step > args.num_steps:
             raise SystemExit(f"--num-steps {args.num_steps}: the run has done {last_step} already")
@@ -987,7 +996,8 @@ def open_run(args, policy, optimizer, report):
             (run_dir / "args.unfinished").write_text(text)
             (run_dir / "args.unfinished").replace(run_dir / "args.json")
         with one_line("--track"):
-            wandb.init(name=run_dir.name, dir=run_dir, config=asdict(args), mode=None if args.track else "disabled")
+            mode = None if args.track else "disabled"
+            wandb.init(name=run_dir.name, dir=run_dir, config=asdict(args), mode=mode)
     return last_step, tqdm(total=args.num_steps, initial=max(0, last_step), disable=rank > 0)
 
 
@@ -1000,9 +1010,9 @@ def load_state(run_dir, policy, optimizer):
         planner = dcp.DefaultLoadPlanner(allow_partial_load=True)  # unused weights have none
         dcp.load({"optimizer": moments}, checkpoint_id=path, planner=planner)
         dcp_state.set_state_dict(policy, optimizer, model_state_dict=model, optim_state_dict=moments)
-    for name in ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl") if dist.get_rank() == 0 else ():
-        with one_line(f"{run_dir / name} is damaged"), (run_dir / name).open("a+b") as file:
-            file.seek(0)
+    logs = [*run_dir.glob("metrics.jsonl"), *run_dir.glob("*samples.jsonl")]
+    for log in logs if dist.get_rank() == 0 else ():
+        with one_line(f"{log} is damaged"), log.open("r+b") as file:
             kept = [line for line in file if line.endswith(b"\n") and json.loads(line)["step"] <= int(path.name)]
             file.truncate(sum(map(len, kept)))
     return int(path.name)
@@ -1069,11 +1079,14 @@ def sample_completions(model, tokenizer, prompts, num_samples, temperature, stop
     truncated = torch.tensor([row[-1] not in stop_ids for row in completions], device=ids.device)
     batch = {"prompt_ids": prompt_ids, "prompt_mask": prompt_mask, "completion_ids": ids, "completion_mask": mask}
     batch |= {"sampler_logprobs": logprobs, "lengths": prompt_mask.sum(1) + lengths, "truncated": truncated}
-    return batch, tokenizer.batch_decode(completions, skip_special_tokens=True)
+    texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
+    # A thought that the chat template has opened is the completion's.
+    opened = [tokenizer.decode(row[-9:]).rstrip().endswith("<think>") for row in rows]
+    return batch, ["<think>" * begun + text for begun, text in zip(opened, texts)]
 
 
 def extract_answer(text):
-    """Return the final answer of a text or None: its last \\boxed{}, else what follows its last ####, else <answer>."""
+    """Return the final answer in a text or None: its last \\boxed{}, else after its last ####, else <answer>."""
     # Thoughts do not count, nor does what precedes the end of one that the prompt opened.
     text = re.sub("<think>.*?(</think>|\\Z)", " ", text, flags=re.DOTALL).rpartition("</think>")[2]
     braces, start, end = re.compile(r"\\.|[{}]", re.DOTALL), 0, 0
@@ -1159,14 +1172,15 @@ def collate(rows, pad_id, device):
 
 
 def step_optimizer(policy, optimizer, learning_rate, max_grad_norm):
-    """Clip the gradients, make a step if there are any, free them; return the norm before."""
+    """Clip the gradients and make a step, unless they are 0 or not finite; return their norm."""
     grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), max_grad_norm)
     grad_norm = float(grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm)
-    if not math.isfinite(grad_norm):
-        raise SystemExit(f"the norm of the gradients is {grad_norm}: is --learning-rate too high?")
+    optimizer.skipped = 0 if math.isfinite(grad_norm) else getattr(optimizer, "skipped", 0) + 1
+    if optimizer.skipped == 3:
+        raise SystemExit(f"gradients were {grad_norm} three times in a row: is --learning-rate too high?")
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
-    if grad_norm > 0:  # else AdamW would go on in the direction it had
+    if 0 < grad_norm < math.inf:  # at 0 AdamW would go on in the direction it had
         optimizer.step()
     optimizer.zero_grad()
     return grad_norm
@@ -1267,10 +1281,12 @@ def end_run(args, progress, stop_signals):
             evaluated = [line[name] for line in lines if name in line]
             print(f"{name[5:]:15} {evaluated[0]:.3f} -> {evaluated[-1]:.3f}")
         if Path(args.run_dir, "checkpoint").exists():
-            python = f"torchrun --nproc-per-node {ranks}" if (ranks := dist.get_world_size()) > 1 else "python"
+            many = f"torchrun --shutdown-timeout 3600 --nproc-per-node {dist.get_world_size()}"
+            python = many if dist.get_world_size() > 1 else "python"
             print(f"checkpoint      {args.run_dir}/checkpoint, for --model and from_pretrained")
             steps = args.num_steps if lines[-1]["step"] < args.num_steps else 2 * args.num_steps
-            print(f"to go on        {python} {sys.argv[0]} --resume {args.run_dir} --num-steps {steps}")
+            flags = shlex.join(map(str, [sys.argv[0], "--resume", args.run_dir, "--num-steps", steps]))
+            print(f"to go on        {python} {flags}")
     dist.destroy_process_group()
     if stop_signals:
         raise SystemExit(128 + stop_signals[0])

@@ -24,6 +24,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -87,9 +88,9 @@ class Args:
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, about a third more time"""
     precision: str = "bfloat16" if torch.cuda.is_available() else "float32"
-    """bfloat16 or float32, of the transformer blocks; all else is float32 (on CUDA: bfloat16)"""
+    """of the transformer blocks, bfloat16 or float32; all else is float32"""
     lora_rank: int = 0
-    """train adapters of this rank, at 3 to 10 times the learning rate (0: train the model itself)"""
+    """train adapters of this rank, at 3 to 10 times the learning rate (0: the model itself)"""
 
     # evaluation, saving, logging
     eval_every: int | None = by_model(64, 100)
@@ -101,11 +102,26 @@ class Args:
     run_dir: str | None = None
     """new folder of this run (default: runs/SCRIPT__SEED__TIME)"""
     resume: str | None = None
-    """folder of the run to go on with; settings of speed, memory and schedule may be given anew"""
+    """folder of a run to go on with; speed, memory and schedule may be given anew"""
     seed: int = 1
     """of the scalar head and of the order of pairs"""
     track: bool = False
     """log to Weights & Biases as well (WANDB_MODE=offline works)"""
+
+
+def sequence_scores(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
+    """Scores (B,) of completions: the scalar head at the last token of each, which length finds and not its id."""
+    hidden, lengths = hidden_states(model, prompt_ids, prompt_mask, completion_ids, completion_mask)
+    last = hidden[torch.arange(len(hidden), device=hidden.device), lengths - 1]  # (B, D)
+    return model.score(last.to(model.score.weight.dtype)).squeeze(1)
+
+
+def pair_scores(policy, part):
+    """Scores of the chosen and the rejected completions of a microbatch, (2, n)."""
+    prompts = [part[f"prompt_{kind}"].repeat(2, 1) for kind in ("ids", "mask")]
+    completions = [torch.cat([part[f"chosen_{kind}"], part[f"rejected_{kind}"]]) for kind in ("ids", "mask")]
+    # There are no rows where this rank only keeps step with the others.
+    return policy(*prompts, *completions).view(2, -1)[:, : len(part["rows"])]
 
 
 def preference_loss(chosen_scores, rejected_scores):
@@ -126,7 +142,7 @@ def preference_loss(chosen_scores, rejected_scores):
 
 
 def accumulate_gradients(policy, batch, rows, divisor, args):
-    """Add the gradients of preference_loss over these rows of every rank, divided by divisor; return summed metrics."""
+    """Add the gradients of preference_loss over the rows of all ranks, over divisor; return summed metrics."""
     totals = Counter()
     for part in microbatches(batch, rows, args.microbatch_tokens):
         chosen_scores, rejected_scores = pair_scores(policy, part)
@@ -182,6 +198,7 @@ def main(args):
             # metrics of the step over all ranks
             metrics = step_metrics(totals, divisor, start)
             metrics |= {"optim/grad_norm": grad_norm, "optim/learning_rate": learning_rate}
+            metrics["optim/skipped"] = not math.isfinite(grad_norm)
 
         # evaluation, logs, saving
         if eval_pairs and (step % args.eval_every == 0 or step == args.num_steps):
@@ -203,8 +220,8 @@ MODEL, DATASET = (str(Path(__file__).resolve().parent / name) for name in ("mode
 LORA_ALPHA = 32  # adapters count alpha / rank times
 MAY_BE_0 = "seed num_steps rollout_batch_size warmup_steps weight_decay lora_rank eval_prompts".split()
 MAY_BE_0 += "kl_coef overlong_buffer missing_stop_penalty ptx_coef gamma gae_lambda label_smoothing".split()
-MAY_CHANGE = "resume num_steps learning_rate eval_every save_every track".split()  # on --resume
-MAY_CHANGE += "microbatch_tokens rollout_batch_size gradient_checkpointing".split()
+MAY_CHANGE = "resume num_steps learning_rate value_learning_rate eval_every save_every track".split()
+MAY_CHANGE += "microbatch_tokens rollout_batch_size gradient_checkpointing".split()  # on --resume
 
 
 def init_ranks():
@@ -276,7 +293,10 @@ def load_tokenizer(name, flag="--model"):
     transformers.logging.set_verbosity_error()  # what matters is said in one line
     transformers.logging.disable_progress_bar()
     with one_line(f"{flag} {name}: no model there (in a run it is checkpoint/) or on the hub"):
-        return AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        if tokenizer.chat_template == "":
+            raise ValueError("its chat template is empty")
+        return tokenizer
 
 
 def find_turn_end(tokenizer):
@@ -301,15 +321,13 @@ def load_pairs(dataset, tokenizer, system_prompt, max_prompt_length, max_complet
         if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
             return "ends in the assistant's turn"
         prompt_ids = encode_prompt(tokenizer, prompt, system_prompt)
-        encoded = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-        chosen_ids, rejected_ids = (ids if ids[-1:] == [stop_id] else [*ids, stop_id] for ids in encoded)
+        chosen_ids, rejected_ids = (encode_completion(tokenizer, prompt, text, stop_id) for text in texts)
         if chosen_ids == rejected_ids:
             return "identical"
         longest = max(len(chosen_ids), len(rejected_ids))
         if not 0 < len(prompt_ids) <= max_prompt_length or longest > max_completion_length:
             return f"not 1 to {max_prompt_length} + {max_completion_length} tokens"
-        kind = row.get("kind") and str(row["kind"])
-        return {"prompt_ids": prompt_ids, "chosen_ids": chosen_ids, "rejected_ids": rejected_ids, "kind": kind}
+        return {"prompt_ids": prompt_ids, "chosen_ids": chosen_ids, "rejected_ids": rejected_ids}
 
     return load_rows(dataset, num_held_out, read)
 
@@ -347,8 +365,8 @@ def split_pair(row, has_template):
 def encode_prompt(tokenizer, prompt, system_prompt):
     """Return the token ids of a prompt, a text or a list of messages, up to the completion."""
     messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-    if not all(isinstance(message["content"], str) for message in messages):
-        raise ValueError(f"a prompt must be a text or a list of messages with texts, not {prompt!r:.80}")
+    if not all(isinstance(message.get(key), str) for message in messages for key in ("role", "content")):
+        raise ValueError(f"a prompt must be a text or messages of role and content, not {prompt!r:.80}")
     if system_prompt and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system_prompt}, *messages]
     if tokenizer.chat_template is None:
@@ -357,27 +375,42 @@ def encode_prompt(tokenizer, prompt, system_prompt):
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
 
 
+def encode_completion(tokenizer, prompt, text, stop_id):
+    """Return the token ids of a completion as the chat template writes it after a prompt, up to stop_id."""
+    if tokenizer.chat_template is not None:
+        messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+        start = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        messages = [*messages, {"role": "assistant", "content": text}]
+        whole = tokenizer.apply_chat_template(messages, tokenize=False)
+        if not whole.startswith(start):
+            raise ValueError(f"the chat template ends a prompt in {start[-30:]!r}, but begins no finished turn with it")
+        text = whole.removeprefix(start)
+    ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], stop_id]
+    return ids[: ids.index(stop_id) + 1]
+
+
 def load_rows(dataset, num_held_out, read, flag="--dataset"):
     """Return training and held-out rows as read makes them, and a line about each split."""
     kind = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}.get(Path(dataset).suffix)
     with one_line(f"{flag} {dataset}: not there, not on the hub, empty or damaged"):
         splits = load_dataset(kind, data_files=str(dataset)) if kind else load_dataset(*str(dataset).split(":"))
-        train, held_out = list(splits["train"]), splits.get("test") or splits.get("validation")
-    if held_out is None:  # then the last rows
-        cut = max(0, len(train) - num_held_out)
-        train, held_out = train[:cut], train[cut:]
+        train, test = list(splits["train"]), splits.get("test") or splits.get("validation")
+    source = list(test or train)
+    generator = torch.Generator().manual_seed(0)  # a sample that depends on nothing but the data
+    held_out = sorted(torch.randperm(len(source), generator=generator)[:num_held_out].tolist())
+    rest = range(len(train)) if test else sorted({*range(len(train))} - {*held_out})
     loaded, report = [], []
-    for split, rows in (("training", train), ("held-out", list(held_out)[:num_held_out])):
+    for split, rows, places in (("training", train, rest), ("held-out", source, held_out)):
         items = []  # texts are reasons to drop a row
-        for number, row in enumerate(rows, 1):
-            with one_line(f"{flag} {dataset}: {split} row {number}"):
-                items.append(read(row))
+        for place in places:
+            with one_line(f"{flag} {dataset}: {split} row {place + 1}, {rows[place]!r:.80}"):
+                items.append(read(rows[place]))
         kept = [item for item in items if not isinstance(item, str)]
         dropped = Counter(item for item in items if isinstance(item, str))
         text = json.dumps(kept, default=lambda value: type(value).__name__)
         report.append(f"{len(kept)} {split} rows ({zlib.crc32(text.encode()):08x}), dropped: {dict(dropped)}")
         if not kept and (split == "training" or num_held_out):
-            raise SystemExit(f"{flag} {dataset}: too few rows: {report[-1]}")
+            raise SystemExit(f"{flag} {dataset}: too few rows for --eval-prompts {num_held_out}: {report[-1]}")
         loaded.append(kept)
     return *loaded, report
 
@@ -413,8 +446,10 @@ def add_adapters(model, rank):
     model.requires_grad_(False)
     torch.manual_seed(0)  # the same adapters on every rank
     model.adapters, scale = True, LORA_ALPHA / rank
-    layers = [layer for block in find_blocks(model) for layer in block.modules()]
-    for layer in [layer for layer in layers if type(layer) is nn.Linear]:
+    layers = [layer for block in find_blocks(model) for layer in block.modules() if type(layer) is nn.Linear]
+    if not layers:
+        raise SystemExit(f"--lora-rank {rank}: this model has no linear layers to adapt")
+    for layer in layers:
         layer.lora_a = nn.Linear(layer.in_features, rank, bias=False)
         layer.lora_b = nn.Linear(rank, layer.out_features, bias=False)
         nn.init.zeros_(layer.lora_b.weight)  # at first nothing changes
@@ -441,13 +476,6 @@ def check_model(model, prompt_ids, max_length, stop_id):
         ours = sequence_scores(model, ids[:, :-1], ones[:, :-1], ids[:, -1:], ones[:, -1:]).item()
         if not abs(ours - theirs) < 0.01:
             raise ValueError(f"its score is {theirs:.3f} in Hugging Face, and {ours:.3f} at its last token")
-
-
-def sequence_scores(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
-    """Scores (B,) of completions: the scalar head at the last token of each, which length finds and not its id."""
-    hidden, lengths = hidden_states(model, prompt_ids, prompt_mask, completion_ids, completion_mask)
-    last = hidden[torch.arange(len(hidden), device=hidden.device), lengths - 1]  # (B, D)
-    return model.score(last.to(model.score.weight.dtype)).squeeze(1)
 
 
 def hidden_states(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
@@ -520,8 +548,9 @@ def open_run(args, policy, optimizer, report):
     run = {"script": Path(__file__).stem, "entry": Path(sys.argv[0]).name, "ranks": ranks, "data": report}
     if args.resume is not None:
         before = json.loads((run_dir / "args.json").read_text())["run"]
-        if run != before:
-            raise SystemExit(f"--resume {run_dir}: this is {run}, and the run was {before}")
+        changed = [f"{name} was {before.get(name)}, now {run[name]}" for name in run if run[name] != before.get(name)]
+        if changed:
+            raise SystemExit(f"--resume {run_dir}: {'; '.join(changed)}")
         last_step = load_state(run_dir, policy, optimizer)
         if last_step > args.num_steps:
             raise SystemExit(f"--num-steps {args.num_steps}: the run has done {last_step} already")
@@ -533,7 +562,8 @@ def open_run(args, policy, optimizer, report):
             (run_dir / "args.unfinished").write_text(text)
             (run_dir / "args.unfinished").replace(run_dir / "args.json")
         with one_line("--track"):
-            wandb.init(name=run_dir.name, dir=run_dir, config=asdict(args), mode=None if args.track else "disabled")
+            mode = None if args.track else "disabled"
+            wandb.init(name=run_dir.name, dir=run_dir, config=asdict(args), mode=mode)
     return last_step, tqdm(total=args.num_steps, initial=max(0, last_step), disable=rank > 0)
 
 
@@ -546,9 +576,9 @@ def load_state(run_dir, policy, optimizer):
         planner = dcp.DefaultLoadPlanner(allow_partial_load=True)  # unused weights have none
         dcp.load({"optimizer": moments}, checkpoint_id=path, planner=planner)
         dcp_state.set_state_dict(policy, optimizer, model_state_dict=model, optim_state_dict=moments)
-    for name in ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl") if dist.get_rank() == 0 else ():
-        with one_line(f"{run_dir / name} is damaged"), (run_dir / name).open("a+b") as file:
-            file.seek(0)
+    logs = [*run_dir.glob("metrics.jsonl"), *run_dir.glob("*samples.jsonl")]
+    for log in logs if dist.get_rank() == 0 else ():
+        with one_line(f"{log} is damaged"), log.open("r+b") as file:
             kept = [line for line in file if line.endswith(b"\n") and json.loads(line)["step"] <= int(path.name)]
             file.truncate(sum(map(len, kept)))
     return int(path.name)
@@ -615,23 +645,16 @@ def microbatches(batch, rows, max_tokens):
         yield part | {key: part[key] * bool(places) for key in masks} | {"rows": index[: len(places)]}
 
 
-def pair_scores(policy, part):
-    """Scores of the chosen and the rejected completions of a microbatch, (2, n)."""
-    prompts = [part[f"prompt_{kind}"].repeat(2, 1) for kind in ("ids", "mask")]
-    completions = [torch.cat([part[f"chosen_{kind}"], part[f"rejected_{kind}"]]) for kind in ("ids", "mask")]
-    # There are no rows where this rank only keeps step with the others.
-    return policy(*prompts, *completions).view(2, -1)[:, : len(part["rows"])]
-
-
 def step_optimizer(policy, optimizer, learning_rate, max_grad_norm):
-    """Clip the gradients, make a step if there are any, free them; return the norm before."""
+    """Clip the gradients and make a step, unless they are 0 or not finite; return their norm."""
     grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), max_grad_norm)
     grad_norm = float(grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm)
-    if not math.isfinite(grad_norm):
-        raise SystemExit(f"the norm of the gradients is {grad_norm}: is --learning-rate too high?")
+    optimizer.skipped = 0 if math.isfinite(grad_norm) else getattr(optimizer, "skipped", 0) + 1
+    if optimizer.skipped == 3:
+        raise SystemExit(f"gradients were {grad_norm} three times in a row: is --learning-rate too high?")
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
-    if grad_norm > 0:  # else AdamW would go on in the direction it had
+    if 0 < grad_norm < math.inf:  # at 0 AdamW would go on in the direction it had
         optimizer.step()
     optimizer.zero_grad()
     return grad_norm
@@ -645,28 +668,16 @@ def step_metrics(totals, divisor, start):
     return metrics | {"perf/step_seconds": time.perf_counter() - start}
 
 
-def evaluate(policy, pairs, pad_id, args, rank, world_size):
-    """Loss, accuracy and margin on held-out pairs, and accuracy by kind."""
-    chosen_scores, rejected_scores = look_up_pairs(pair_scores, policy, pairs, pad_id, args, rank, world_size)
-    loss, sums = preference_loss(chosen_scores, rejected_scores)
-    metrics = {"eval/pair_loss": loss / len(pairs)}
-    metrics |= {f"eval/pair_{name}": sums[f"pair/{name}"] / len(pairs) for name in ("accuracy", "margin")}
-    for kind in sorted({pair["kind"] for pair in pairs if pair["kind"]}):
-        chosen = torch.tensor([pair["kind"] == kind for pair in pairs])
-        metrics[f"eval/pair_accuracy/{kind}"] = (chosen_scores > rejected_scores)[chosen].double().mean()
-    return {name: float(value) for name, value in metrics.items()}
-
-
 @torch.no_grad()
-def look_up_pairs(function, policy, pairs, pad_id, args, rank, world_size):
-    """What function(policy, part) says of all pairs, which the ranks share, (2, N) in float64."""
-    found, device = torch.zeros(2, len(pairs), dtype=torch.float64), policy.model.device
-    for first in tqdm(range(0, len(pairs), 1024), "pairs", unit="x1024", leave=False, disable=rank > 0 or None):
-        own = range(first, min(first + 1024, len(pairs)))[rank::world_size]
-        batch = collate_pairs([pairs[i] for i in own] or pairs[:1], pad_id, device)
-        for part in microbatches(batch, torch.arange(len(own), device=device), args.microbatch_tokens):
-            found[:, [own[i] for i in part["rows"].tolist()]] = function(policy, part).cpu().double()
-    return torch.tensor(all_reduce(found), dtype=torch.float64)
+def evaluate(policy, pairs, pad_id, args, rank, world_size):
+    """Loss, accuracy and margin on held-out pairs."""
+    share, device = pairs[rank::world_size], policy.model.device
+    batch, totals = collate_pairs(share or pairs[:1], pad_id, device), Counter()
+    for part in microbatches(batch, torch.arange(len(share), device=device), args.microbatch_tokens):
+        totals.update(preference_loss(*pair_scores(policy, part))[1])
+    names = {"loss/preference": "loss", "pair/accuracy": "accuracy", "pair/margin": "margin"}
+    sums = all_reduce([float(totals[name]) for name in names])
+    return {f"eval/pair_{name}": total / len(pairs) for name, total in zip(names.values(), sums)}
 
 
 def log_step(args, step, metrics, progress):
@@ -723,10 +734,12 @@ def end_run(args, progress, stop_signals):
             evaluated = [line[name] for line in lines if name in line]
             print(f"{name[5:]:15} {evaluated[0]:.3f} -> {evaluated[-1]:.3f}")
         if Path(args.run_dir, "checkpoint").exists():
-            python = f"torchrun --nproc-per-node {ranks}" if (ranks := dist.get_world_size()) > 1 else "python"
+            many = f"torchrun --shutdown-timeout 3600 --nproc-per-node {dist.get_world_size()}"
+            python = many if dist.get_world_size() > 1 else "python"
             print(f"checkpoint      {args.run_dir}/checkpoint, for --model and from_pretrained")
             steps = args.num_steps if lines[-1]["step"] < args.num_steps else 2 * args.num_steps
-            print(f"to go on        {python} {sys.argv[0]} --resume {args.run_dir} --num-steps {steps}")
+            flags = shlex.join(map(str, [sys.argv[0], "--resume", args.run_dir, "--num-steps", steps]))
+            print(f"to go on        {python} {flags}")
     dist.destroy_process_group()
     if stop_signals:
         raise SystemExit(128 + stop_signals[0])

@@ -20,6 +20,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -85,9 +86,9 @@ class Args:
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: less memory, about a third more time"""
     precision: str = "bfloat16" if torch.cuda.is_available() else "float32"
-    """bfloat16 or float32, of the transformer blocks; all else is float32 (on CUDA: bfloat16)"""
+    """of the transformer blocks, bfloat16 or float32; all else is float32"""
     lora_rank: int = 0
-    """train adapters of this rank, at 3 to 10 times the learning rate (0: train the model itself)"""
+    """train adapters of this rank, at 3 to 10 times the learning rate (0: the model itself)"""
 
     # evaluation, saving, logging
     eval_every: int | None = by_model(500, 100)
@@ -99,7 +100,7 @@ class Args:
     run_dir: str | None = None
     """new folder of this run (default: runs/SCRIPT__SEED__TIME)"""
     resume: str | None = None
-    """folder of the run to go on with; settings of speed, memory and schedule may be given anew"""
+    """folder of a run to go on with; speed, memory and schedule may be given anew"""
     seed: int = 1
     """of the random weights and of the order of rows"""
     track: bool = False
@@ -125,7 +126,7 @@ def encode_conversation(tokenizer, messages, stop_ids):
         before = encode_prompt(tokenizer, messages[:i], "")
         after = tokenizer.apply_chat_template(messages[: i + 1], return_dict=True)["input_ids"]
         if before[: len(ids)] != ids or after[: len(before)] != before:
-            raise ValueError(f"the chat template changes what comes before message {i + 1}")
+            raise ValueError(f"the chat template changes what precedes message {i + 1}, its generation prompt perhaps")
         stop = next((k for k in range(len(before), len(after)) if after[k] in stop_ids), None)
         if stop is None:
             raise ValueError(f"the chat template writes no stop token after message {i + 1}")
@@ -152,7 +153,7 @@ def microbatch_loss(policy, part):
 
 
 def accumulate_gradients(policy, batch, rows, divisor, args):
-    """Add the gradients of completion_loss over these rows of every rank, divided by divisor; return summed metrics."""
+    """Add the gradients of completion_loss over the rows of all ranks, over divisor; return summed metrics."""
     totals = Counter()
     for part in microbatches(batch, rows, args.microbatch_tokens):
         loss, metrics = microbatch_loss(policy, part)
@@ -201,6 +202,7 @@ def main(args):
             sums = all_reduce([float(total) for total in totals.values()])
             metrics = {name: total / divisor for name, total in zip(totals, sums) if name != "num_tokens"}
             metrics |= {"optim/grad_norm": grad_norm, "optim/learning_rate": learning_rate}
+            metrics["optim/skipped"] = not math.isfinite(grad_norm)
             metrics["perf/step_seconds"] = time.perf_counter() - start
 
         # evaluation, logs, saving
@@ -223,8 +225,8 @@ MODEL, DATASET = (str(Path(__file__).resolve().parent / name) for name in ("mode
 LORA_ALPHA = 32  # adapters count alpha / rank times
 MAY_BE_0 = "seed num_steps rollout_batch_size warmup_steps weight_decay lora_rank eval_prompts".split()
 MAY_BE_0 += "kl_coef overlong_buffer missing_stop_penalty ptx_coef gamma gae_lambda label_smoothing".split()
-MAY_CHANGE = "resume num_steps learning_rate eval_every save_every track".split()  # on --resume
-MAY_CHANGE += "microbatch_tokens rollout_batch_size gradient_checkpointing".split()
+MAY_CHANGE = "resume num_steps learning_rate value_learning_rate eval_every save_every track".split()
+MAY_CHANGE += "microbatch_tokens rollout_batch_size gradient_checkpointing".split()  # on --resume
 
 
 def init_ranks():
@@ -296,7 +298,10 @@ def load_tokenizer(name, flag="--model"):
     transformers.logging.set_verbosity_error()  # what matters is said in one line
     transformers.logging.disable_progress_bar()
     with one_line(f"{flag} {name}: no model there (in a run it is checkpoint/) or on the hub"):
-        return AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        if tokenizer.chat_template == "":
+            raise ValueError("its chat template is empty")
+        return tokenizer
 
 
 def load_conversations(args, tokenizer):
@@ -355,8 +360,8 @@ def encode_row(tokenizer, row, system_prompt, stop_ids):
 def encode_prompt(tokenizer, prompt, system_prompt):
     """Return the token ids of a prompt, a text or a list of messages, up to the completion."""
     messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-    if not all(isinstance(message["content"], str) for message in messages):
-        raise ValueError(f"a prompt must be a text or a list of messages with texts, not {prompt!r:.80}")
+    if not all(isinstance(message.get(key), str) for message in messages for key in ("role", "content")):
+        raise ValueError(f"a prompt must be a text or messages of role and content, not {prompt!r:.80}")
     if system_prompt and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system_prompt}, *messages]
     if tokenizer.chat_template is None:
@@ -370,22 +375,23 @@ def load_rows(dataset, num_held_out, read, flag="--dataset"):
     kind = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}.get(Path(dataset).suffix)
     with one_line(f"{flag} {dataset}: not there, not on the hub, empty or damaged"):
         splits = load_dataset(kind, data_files=str(dataset)) if kind else load_dataset(*str(dataset).split(":"))
-        train, held_out = list(splits["train"]), splits.get("test") or splits.get("validation")
-    if held_out is None:  # then the last rows
-        cut = max(0, len(train) - num_held_out)
-        train, held_out = train[:cut], train[cut:]
+        train, test = list(splits["train"]), splits.get("test") or splits.get("validation")
+    source = list(test or train)
+    generator = torch.Generator().manual_seed(0)  # a sample that depends on nothing but the data
+    held_out = sorted(torch.randperm(len(source), generator=generator)[:num_held_out].tolist())
+    rest = range(len(train)) if test else sorted({*range(len(train))} - {*held_out})
     loaded, report = [], []
-    for split, rows in (("training", train), ("held-out", list(held_out)[:num_held_out])):
+    for split, rows, places in (("training", train, rest), ("held-out", source, held_out)):
         items = []  # texts are reasons to drop a row
-        for number, row in enumerate(rows, 1):
-            with one_line(f"{flag} {dataset}: {split} row {number}"):
-                items.append(read(row))
+        for place in places:
+            with one_line(f"{flag} {dataset}: {split} row {place + 1}, {rows[place]!r:.80}"):
+                items.append(read(rows[place]))
         kept = [item for item in items if not isinstance(item, str)]
         dropped = Counter(item for item in items if isinstance(item, str))
         text = json.dumps(kept, default=lambda value: type(value).__name__)
         report.append(f"{len(kept)} {split} rows ({zlib.crc32(text.encode()):08x}), dropped: {dict(dropped)}")
         if not kept and (split == "training" or num_held_out):
-            raise SystemExit(f"{flag} {dataset}: too few rows: {report[-1]}")
+            raise SystemExit(f"{flag} {dataset}: too few rows for --eval-prompts {num_held_out}: {report[-1]}")
         loaded.append(kept)
     return *loaded, report
 
@@ -395,8 +401,10 @@ def add_adapters(model, rank):
     model.requires_grad_(False)
     torch.manual_seed(0)  # the same adapters on every rank
     model.adapters, scale = True, LORA_ALPHA / rank
-    layers = [layer for block in find_blocks(model) for layer in block.modules()]
-    for layer in [layer for layer in layers if type(layer) is nn.Linear]:
+    layers = [layer for block in find_blocks(model) for layer in block.modules() if type(layer) is nn.Linear]
+    if not layers:
+        raise SystemExit(f"--lora-rank {rank}: this model has no linear layers to adapt")
+    for layer in layers:
         layer.lora_a = nn.Linear(layer.in_features, rank, bias=False)
         layer.lora_b = nn.Linear(rank, layer.out_features, bias=False)
         nn.init.zeros_(layer.lora_b.weight)  # at first nothing changes
@@ -465,7 +473,7 @@ def token_logprobs(model, prompt_ids, prompt_mask, completion_ids, completion_ma
 
 
 def head_logprobs(model, hidden, targets, temperature):
-    """Log-probabilities of targets (N,), and entropies, under softmax(head(hidden) / temperature); hidden (N, D)."""
+    """Log-probabilities of targets (N,), and entropies, under softmax(head(hidden) / temperature)."""
     head, given = model.get_output_embeddings(), vars(model.config.get_text_config()).get
     scale = given("logit_scale") or given("lm_head_multiplier") or 1 / (given("logits_scaling") or 1)
     cap = given("final_logit_softcapping")
@@ -548,8 +556,9 @@ def open_run(args, policy, optimizer, report):
     run = {"script": Path(__file__).stem, "entry": Path(sys.argv[0]).name, "ranks": ranks, "data": report}
     if args.resume is not None:
         before = json.loads((run_dir / "args.json").read_text())["run"]
-        if run != before:
-            raise SystemExit(f"--resume {run_dir}: this is {run}, and the run was {before}")
+        changed = [f"{name} was {before.get(name)}, now {run[name]}" for name in run if run[name] != before.get(name)]
+        if changed:
+            raise SystemExit(f"--resume {run_dir}: {'; '.join(changed)}")
         last_step = load_state(run_dir, policy, optimizer)
         if last_step > args.num_steps:
             raise SystemExit(f"--num-steps {args.num_steps}: the run has done {last_step} already")
@@ -561,7 +570,8 @@ def open_run(args, policy, optimizer, report):
             (run_dir / "args.unfinished").write_text(text)
             (run_dir / "args.unfinished").replace(run_dir / "args.json")
         with one_line("--track"):
-            wandb.init(name=run_dir.name, dir=run_dir, config=asdict(args), mode=None if args.track else "disabled")
+            mode = None if args.track else "disabled"
+            wandb.init(name=run_dir.name, dir=run_dir, config=asdict(args), mode=mode)
     return last_step, tqdm(total=args.num_steps, initial=max(0, last_step), disable=rank > 0)
 
 
@@ -574,9 +584,9 @@ def load_state(run_dir, policy, optimizer):
         planner = dcp.DefaultLoadPlanner(allow_partial_load=True)  # unused weights have none
         dcp.load({"optimizer": moments}, checkpoint_id=path, planner=planner)
         dcp_state.set_state_dict(policy, optimizer, model_state_dict=model, optim_state_dict=moments)
-    for name in ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl") if dist.get_rank() == 0 else ():
-        with one_line(f"{run_dir / name} is damaged"), (run_dir / name).open("a+b") as file:
-            file.seek(0)
+    logs = [*run_dir.glob("metrics.jsonl"), *run_dir.glob("*samples.jsonl")]
+    for log in logs if dist.get_rank() == 0 else ():
+        with one_line(f"{log} is damaged"), log.open("r+b") as file:
             kept = [line for line in file if line.endswith(b"\n") and json.loads(line)["step"] <= int(path.name)]
             file.truncate(sum(map(len, kept)))
     return int(path.name)
@@ -649,14 +659,15 @@ def microbatches(batch, rows, max_tokens):
 
 
 def step_optimizer(policy, optimizer, learning_rate, max_grad_norm):
-    """Clip the gradients, make a step if there are any, free them; return the norm before."""
+    """Clip the gradients and make a step, unless they are 0 or not finite; return their norm."""
     grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), max_grad_norm)
     grad_norm = float(grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm)
-    if not math.isfinite(grad_norm):
-        raise SystemExit(f"the norm of the gradients is {grad_norm}: is --learning-rate too high?")
+    optimizer.skipped = 0 if math.isfinite(grad_norm) else getattr(optimizer, "skipped", 0) + 1
+    if optimizer.skipped == 3:
+        raise SystemExit(f"gradients were {grad_norm} three times in a row: is --learning-rate too high?")
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
-    if grad_norm > 0:  # else AdamW would go on in the direction it had
+    if 0 < grad_norm < math.inf:  # at 0 AdamW would go on in the direction it had
         optimizer.step()
     optimizer.zero_grad()
     return grad_norm
@@ -727,10 +738,12 @@ def end_run(args, progress, stop_signals):
             evaluated = [line[name] for line in lines if name in line]
             print(f"{name[5:]:15} {evaluated[0]:.3f} -> {evaluated[-1]:.3f}")
         if Path(args.run_dir, "checkpoint").exists():
-            python = f"torchrun --nproc-per-node {ranks}" if (ranks := dist.get_world_size()) > 1 else "python"
+            many = f"torchrun --shutdown-timeout 3600 --nproc-per-node {dist.get_world_size()}"
+            python = many if dist.get_world_size() > 1 else "python"
             print(f"checkpoint      {args.run_dir}/checkpoint, for --model and from_pretrained")
             steps = args.num_steps if lines[-1]["step"] < args.num_steps else 2 * args.num_steps
-            print(f"to go on        {python} {sys.argv[0]} --resume {args.run_dir} --num-steps {steps}")
+            flags = shlex.join(map(str, [sys.argv[0], "--resume", args.run_dir, "--num-steps", steps]))
+            print(f"to go on        {python} {flags}")
     dist.destroy_process_group()
     if stop_signals:
         raise SystemExit(128 + stop_signals[0])

@@ -35,7 +35,7 @@ OLD_OF_SAMPLER = [
 ]
 CENTRED = "advantages = groups - groups.mean(1, keepdim=True)"
 VALUES = "values = (token_values(self.value_model, *inputs[:4]) - self.score_mean) / self.score_std"
-NO_TOOL = ('return str(int(call[1]) + int(call[2])) if call else ""', 'return ""')
+NO_TOOL = ("if call is None or", "if True or")
 TOOL_TRAINED = [
     ('part["action_mask"],\n            args.clip_eps', 'part["completion_mask"],\n            args.clip_eps'),
     ('part.get("sampler_logprobs"),', "None,"),  # of the reply there are none
@@ -177,7 +177,7 @@ DETAILS = {
         ),
         "stop token not appended": (
             "",
-            [("(ids if ids[-1:] == [stop_id] else [*ids, stop_id] for ids in encoded)", "encoded")],
+            [("return ids[: ids.index(stop_id) + 1]", "return ids[: ids.index(stop_id)]")],
         ),
         "--beta 0.1": ("--beta 0.1", []),
         "--label-smoothing 0.1": ("--label-smoothing 0.1", []),
@@ -347,7 +347,7 @@ def measure(script, lines, checkpoint):
             "accuracy": last["eval/pair_accuracy"],
             "margin": last["eval/pair_margin"],
         }
-        return found | {key.split("/")[2]: last[key] for key in last if key.startswith("eval/pair_accuracy/")}
+        return found | accuracy_by_kind(checkpoint)
     if script == "sft":
         return {"loss": held_out_loss(checkpoint)} | greedy(checkpoint)
     if script == "dpo":
@@ -396,6 +396,23 @@ def held_out_loss(checkpoint):
     tokenizer, args = sft.load_tokenizer(str(checkpoint)), sft.resolve_args(sft.Args())
     policy = sft.LogprobModel(sft.load_model(str(checkpoint), tokenizer)[0])
     return sft.evaluate(policy, sft.load_conversations(args, tokenizer)[1], 0, args, 0, 1)["eval/loss"]
+
+
+def accuracy_by_kind(checkpoint):
+    """Accuracy of a reward model on the held-out pairs of each kind."""
+    import reward_model
+
+    tokenizer, args = reward_model.load_tokenizer(str(checkpoint)), reward_model.resolve_args(reward_model.Args())
+    lengths = args.max_prompt_length, args.max_completion_length, args.eval_prompts
+    pairs = reward_model.load_pairs(args.dataset, tokenizer, "", *lengths, reward_model.find_turn_end(tokenizer))[1]
+    rows = [json.loads(line) for line in Path(args.dataset, "test.jsonl").read_text().splitlines()]
+    policy = reward_model.ScoreModel(reward_model.load_reward_model(str(checkpoint), tokenizer, new_head=False))
+    found = {}
+    for kind in sorted({row["kind"] for row in rows}):
+        some = [pair for row, pair in zip(rows, pairs, strict=True) if row["kind"] == kind]
+        metrics = reward_model.evaluate(policy, some, tokenizer.pad_token_id, args, 0, 1)
+        found[kind] = metrics["eval/pair_accuracy"]
+    return found
 
 
 def held_out_pairs(checkpoint):

@@ -44,12 +44,18 @@ DEFAULT_RUNS = {  # metric of the last evaluation, its least or most; what five 
     "dr_grpo": ("eval/accuracy", 0.96, 1.0),
     "dapo": ("eval/accuracy", 0.96, 1.0),
     "gspo": ("eval/accuracy", 0.96, 1.0),
+    "cispo": ("eval/accuracy", 0.96, 1.0),
+    "grpo_process": ("eval/accuracy", 0.96, 1.0),
+    "grpo_tools": ("eval/accuracy", 0.96, 1.0),
     "reinforce": ("eval/accuracy", 0.96, 1.0),
-    "dpo": ("eval/accuracy", 0.95, 1.0),
+    "dpo": ("eval/pair_accuracy", 0.78, 0.85),
     "ppo_rlhf": ("eval/accuracy", 0.95, 1.0),
     "reward_model": ("eval/pair_accuracy", 0.78, 0.86),
     "sft": ("eval/loss", 1.23, 1.43),  # after 100 steps
 }
+
+TRAININGS = [("grpo", {}), ("grpo", {"lora_rank": 16}), ("grpo", {"gradient_checkpointing": True})]
+TRAININGS += [("ppo_rlhf", {}), ("dpo", {})]
 
 
 @dataclass
@@ -74,11 +80,12 @@ def sections(tiny):
         if size == sizes[0]:
             jobs.append(("resume", check_resume, {}, 150))
             jobs.append(("ranks", check_ranks, {}, 150))
-        for script in ("grpo", "ppo_rlhf", "dpo") if size == sizes[0] else ("grpo",):
-            jobs.append((f"training {script} {size}", time_training, {"size": size, "script": script}, 150))
+        for script, flags in TRAININGS if size == sizes[0] else TRAININGS[:1]:
+            name = " ".join(["training", script, *flags, size])
+            jobs.append((name, time_training, {"size": size, "script": script, "flags": flags}, 100))
         jobs.append((f"rollout {size}", time_rollout, {"size": size}, 240))
         if size == sizes[0]:
-            jobs.append(("defaults", check_defaults, {}, 200))
+            jobs.append(("defaults", check_defaults, {}, 250))
     return jobs
 
 
@@ -320,7 +327,9 @@ def watch_peaks(script):
     """A list that gets the peak of every rollout; what is measured afterwards is that of all since the last one."""
     import torch
 
-    peaks, gathered = [], script.gathered
+    peaks, gathered = [], getattr(script, "gathered", None)
+    if gathered is None:  # it has no rollouts
+        return peaks
 
     @contextlib.contextmanager
     def watched(policy):
@@ -345,7 +354,7 @@ def flops_per_token(models, length):
 def training_settings(job, size):
     """Settings of a short training in which every row is as long as it may be."""
     settings = {"model": job["model"], "num_steps": 3, "eval_prompts": 0, "run_dir": f"{job['folder']}/run"}
-    settings |= {"max_completion_length": size["length"], "precision": "bfloat16", "system_prompt": ""}
+    settings |= {"max_completion_length": size["length"], "precision": "bfloat16", "system_prompt": ""} | job["flags"]
     if job["script"] == "dpo":
         return settings | {"dataset": make_pairs(job["folder"], size["length"]), "minibatch_size": size["prompts"]}
     settings |= {"dataset": str(ROOT / "data" / "addition")}

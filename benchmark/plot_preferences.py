@@ -40,6 +40,8 @@ def gather(folder):
                 seconds = 0
                 for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
                     seconds += line.get("perf/step_seconds", 0)
+                    prompts = run / "prompts" / str(line["step"]) / "metrics.jsonl"  # by grpo.py, of dpo.py
+                    line = (json.loads(prompts.read_text()) if prompts.exists() else {}) | line
                     if "eval/accuracy" in line:
                         values = [round(line[key], 5) if key in line else "" for key in KEYS.values()]
                         writer.writerow([run.name.split("__")[1], line["step"], round(seconds, 2), *values])

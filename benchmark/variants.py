@@ -64,19 +64,27 @@ def run_crude(bits, weighted, flags):
     grpo.main(tyro.cli(grpo.Args, args=flags))
 
 
+def metrics_of(program, run_dir):
+    """The lines of metrics.jsonl of a run."""
+    command = [sys.executable, *program, "--run-dir", run_dir]
+    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
+
+
 def run(command, seed):
     """Metrics of a run: the first and the last line with an evaluation, and means of some keys over all steps."""
     script, *flags = command.split()
     program = [str(ROOT / f"{script}.py"), *flags] if script != "crude" else [__file__, "crude", *flags]
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, *program, "--seed", str(seed), "--run-dir", f"{folder}/run"]
-        environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
-        subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
+        lines = metrics_of([*program, "--seed", str(seed)], f"{folder}/run")
+        if script == "dpo":  # which does not sample: grpo.py says what its models answer
+            evaluate = [str(ROOT / "grpo.py"), *flags, "--seed", str(seed), "--num-steps", "0", "--model"]
+            models = (str(ROOT / "models" / "tiny"), f"{folder}/run/checkpoint")
+            lines = [metrics_of([*evaluate, model], f"{folder}/{i}")[0] for i, model in enumerate(models)]
     kl = [line["policy/sampler_kl"] for line in lines if "policy/sampler_kl" in line]
-    pick = "eval/accuracy" if "eval/accuracy" in lines[-1] else "eval/preference_accuracy"
-    found = {"before": lines[0][pick], "after": lines[-1][pick]}
-    found |= {"pass@1 after": lines[-1].get("eval/pass@1"), "sampler KL": statistics.mean(kl) if kl else None}
+    found = {"before": lines[0]["eval/accuracy"], "after": lines[-1]["eval/accuracy"]}
+    found |= {"pass@1 after": lines[-1]["eval/pass@1"], "sampler KL": statistics.mean(kl) if kl else None}
     return found
 
 

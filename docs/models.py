@@ -14,8 +14,8 @@ Written by `python docs/models.py` from the table of `tests/test_architectures.p
 These {count} architectures (`model_type` in config.json) train. Of each a small random model was compared, on a CPU,
 with its own forward pass of each sequence alone: log-probabilities and gradients of padded batches, and samples of
 padded groups whose rows finish at different times. Sparse attention (`index_topk`) was compared where it still keeps
-all tokens. Others may train as well: at start every script compares sampling with training on beginnings of one prompt,
-and ends in one line where it finds a difference. Models that also read images are trained on text alone.
+all tokens. Others may train as well: at start a script that samples compares that with training on beginnings of one
+prompt, and ends in one line where it finds a difference. Models that also read images are trained on text alone.
 
 `zamba` and `zamba2`, whose blocks share weights, train in float32 on one process only, and are not tested.
 `--lora-rank` needs weights in linear layers: experts that are held together, and GPT-2's layers, get no adapters, and a

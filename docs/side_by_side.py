@@ -95,18 +95,21 @@ NOTES = {
     ],
     "grpo_process": [
         "To find the token that ends a step.",
+        "To say that no step was found.",
+        "The running totals of a sum.",
         "Section 4.1.3: what the steps are and what each is worth, where they end among the tokens, and their rewards, "
         "normalised over all steps of the group and summed from a token on. The final answer is the last step.",
         "A token has its own advantage.",
         "The steps of every completion, in place of its reward.",
         "A completion has as many advantages as tokens.",
-        "rollout/live counts completions with an advantage at any token.",
+        "rollout/live counts completions with an advantage at any token. How many steps were found; none is said.",
     ],
     "grpo_tools": [
         "To say that a tool failed.",
+        "How a real model is told to call the tool.",
         "No KL term. How much of a text the tool sees, and may say.",
-        "The tool; its reply as token ids, whatever it does; and what `generate` tells every draw, which writes "
-        "replies over the draws that follow, with the log-probability −inf.",
+        "The tool, and the tokens after which it is asked; its reply as token ids, whatever it does; and what "
+        "`generate` tells every draw, which writes replies over the draws that follow, with the log-probability −inf.",
         "No KL term.",
         "No KL term.",
         "No KL term.",
@@ -117,6 +120,7 @@ NOTES = {
         "Without KL term, a row of zero advantage has no gradient at all.",
         "No reference model.",
         "How much of the completions the tool wrote.",
+        "An evaluation without a call is said.",
     ],
 }
 

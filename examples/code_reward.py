@@ -3,29 +3,23 @@ r"""A reward for code, by unit tests: the last ```python block of a completion m
     {"prompt": "Write add(a, b) in Python.", "answer": "[[\"add(2, 3)\", 5], [\"add('a', 'b')\", \"ab\"]]"}
     python examples/code_reward.py --model Qwen/Qwen2.5-Coder-0.5B-Instruct --dataset my_tests.jsonl --system-prompt ""
 
-An answer is a JSON list of [call, value]. Values are compared as JSON: 5, 5.0, "5" and true are four things, a tuple
-is a list, and a call such as repr(f(3)) or sorted(f(3)) asks for what JSON lacks. A program runs in a process of its
-own (code_sandbox.py) that gets the calls and never the values; what it gives is compared here, as bytes, not parsed.
-
-It sees the folders of libraries, read-only and without packages, and an empty folder in memory: no network, no other
-process or thread, no other file, no environment; 5 seconds, 512 MB. That takes Linux on x86-64 (or aarch64, not tried)
-and namespaces, which root has, and users where the system lets them. Elsewhere, as in many containers, it is refused:
---unsafe goes without, limits and refused system calls stay, but a program reads and writes what the user may (of root:
-what nobody may), the data included. Not protected from: bugs of the kernel, what timing tells, busy CPUs (as many run
-at once as there are), data kept in a folder of libraries, and programs that know the tests by heart.
+An answer is a JSON list of [call, value], or its row is refused. Values are compared as JSON: 5, 5.0, "5" and true are
+four things, a tuple is a list, and a call such as repr(f(3)) asks for what JSON lacks. A program runs in a process of
+its own (code_sandbox.py) that never gets the values. README.md says what that takes, and stops; --unsafe goes without.
 """
 
 import json
 import os
 import re
-import subprocess
+import resource
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from contextlib import suppress
+from functools import lru_cache, partial
 from pathlib import Path
+from subprocess import PIPE, Popen
 
-SECONDS, MEMORY, UNSAFE = 5, 2**29, False
+SECONDS, MEMORY, CORE, UNSAFE = 5, 2**29, resource.getrlimit(resource.RLIMIT_CORE)[1] and 1, False
 NAMESPACES = "unshare --mount --net --pid --ipc --uts --fork --kill-child".split()
 CHILD = [sys.executable, "-I", "-S", str(Path(__file__).resolve().with_name("code_sandbox.py"))]
 
@@ -34,20 +28,30 @@ def run(program, calls):
     """Return the values of the calls after the program as JSON in bytes, or less if it does not get that far."""
     user, nobody = ([], 65534) if os.getuid() == 0 else (["--map-root-user"], 0)
     job = json.dumps([program, calls, not UNSAFE, nobody, SECONDS, MEMORY]).encode()
-    # A clock of its own, so that it ends even where this process is killed.
-    command = ["timeout", "-s", "KILL", str(SECONDS), *([] if UNSAFE else [*NAMESPACES, *user]), *CHILD]
+    # A clock of its own, so that it ends even where this process is killed; a core of 1 byte is never made.
+    command = f"timeout -s KILL {SECONDS} prlimit --core={CORE}".split() + ([] if UNSAFE else NAMESPACES + user) + CHILD
     env = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
-    with tempfile.TemporaryFile() as values:
-        options = {"stdout": values, "stderr": subprocess.PIPE, "cwd": "/", "env": env, "start_new_session": True}
-        try:
-            problem = subprocess.run(command, input=job, **options).stderr
-        except OSError as error:
-            problem = str(error).encode()
-        if problem:
-            reason = problem.decode().strip().splitlines()[-1]
-            raise SystemExit(f"programs cannot be shut in here: {reason}; see --unsafe in examples/code_reward.py")
-        values.seek(0)
-        return values.read()
+    try:
+        with Popen(command, -1, None, PIPE, PIPE, PIPE, cwd="/", env=env, start_new_session=True) as process:
+            with suppress(BrokenPipeError), process.stdin:
+                process.stdin.write(job)
+            values, said = process.stdout.read(2**20), process.stderr.read(2**16).decode(errors="replace")
+    except OSError as error:
+        said = str(error)
+    if said and "shut in\n" not in said:  # which is said before the program runs: what follows is its doing
+        raise SystemExit(f"programs cannot be shut in: {said.splitlines()[-1]}; see --unsafe in examples/README.md")
+    return values
+
+
+def read_prompt(read, row, **limits):
+    """Read a row as grpo.py does; refuse one whose tests cannot be scored."""
+    item = read(row, **limits)
+    try:  # a text is the reason why it is dropped
+        calls, _ = ((), ()) if isinstance(item, str) else zip(*json.loads(item["answer"]), strict=True)
+        all(compile(call.strip(), "call", "eval") for call in calls)
+    except Exception:
+        raise ValueError("its answer is not a JSON list of expressions and values, [call, value]") from None
+    return item
 
 
 @lru_cache(2**13)
@@ -64,8 +68,8 @@ def reward_fn(completion, answer):
 
 
 def score_completions(completions, rows):
-    """Return a reward for each completion, as many at once as there are CPUs."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    """Return a reward for each completion, as many at once as there are CPUs for each rank."""
+    with ThreadPoolExecutor(max(1, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))) as pool:
         return list(pool.map(reward_fn, completions, [row["answer"] for row in rows]))
 
 
@@ -73,8 +77,9 @@ if __name__ == "__main__":
     UNSAFE = "--unsafe" in sys.argv
     sys.argv = [word for word in sys.argv if word != "--unsafe"]
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    run("", ["0"])  # refused at once or never
+    run("", ["0"]) or sys.exit("programs do not start here in time")  # refused at once or never
     import grpo
 
+    grpo.read_prompt = partial(read_prompt, grpo.read_prompt)
     grpo.is_right, grpo.reward_fn, grpo.score_completions = is_right, reward_fn, score_completions
     grpo.main(grpo.tyro.cli(grpo.Args))

@@ -1,6 +1,6 @@
 """Run one program in a box and write the values of calls of it: the child process of code_reward.py.
 
-Job and values are JSON, on stdin and stdout. If the program cannot be shut in, it is not run, and stderr says why.
+Job and values are JSON, on stdin and stdout. Before the program runs stderr says "shut in"; or why not, and none runs.
 """
 
 import ctypes
@@ -9,11 +9,12 @@ import os
 import resource
 import struct
 import sys
+from contextlib import suppress
 from glob import glob
 
 # What namespaces and limits do not cover, or should not have to: name, number on x86-64, number on aarch64.
 CALLS = """socket 41 198, execve 59 221, execveat 322 281, memfd_create 319 279, shmget 29 194, msgget 68 186
-semget 64 190, mq_open 240 180, kill 62 129, tkill 200 130, tgkill 234 131, rt_sigqueueinfo 129 138
+semget 64 190, socketpair 53 199, mq_open 240 180, kill 62 129, tkill 200 130, tgkill 234 131, rt_sigqueueinfo 129 138
 rt_tgsigqueueinfo 297 240, pidfd_open 434 434, ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271
 prctl 157 167, unshare 272 97, mount 165 40, pivot_root 155 41, keyctl 250 219, add_key 248 217, request_key 249 218
 io_uring_setup 425 425, bpf 321 280, userfaultfd 323 282, perf_event_open 298 241"""
@@ -35,7 +36,8 @@ def enter_box():
     for folder in filter(os.path.isdir, sorted(folders)):
         os.makedirs(f"/proc/box{folder}", exist_ok=True)
         system("mount", folder.encode(), f"/proc/box{folder}".encode(), None, 0x5000, None)  # MS_BIND, REC
-        system("mount", None, f"/proc/box{folder}".encode(), None, 0x1027, None)  # and REMOUNT, RDONLY
+        below = 0x8000, struct.pack("4Q", 7, 0, 0, 0), 32  # AT_RECURSIVE: RDONLY, NOSUID, NODEV
+        system("syscall", 442, -100, f"/proc/box{folder}".encode(), *below)  # mount_setattr
         for packages in glob(f"/proc/box{folder}/python3*/*-packages"):  # may bring data sets
             system("mount", b"none", packages.encode(), b"tmpfs", 0xF, None)
     os.chdir("/proc")
@@ -47,7 +49,7 @@ def enter_box():
 
 def drop_rights(nobody, seconds, memory):
     """Set the limits; give up the user, where that is root, and capabilities; have system calls refused."""
-    limits = {"CPU": seconds, "AS": memory, "FSIZE": 2**20, "NOFILE": 64, "NPROC": 0, "MEMLOCK": 0, "CORE": 0}
+    limits = {"CPU": seconds, "AS": memory, "FSIZE": 2**20, "NOFILE": 64, "NPROC": 0, "MEMLOCK": 0, "SIGPENDING": 0}
     for name, most in limits.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
     if nobody:
@@ -69,9 +71,12 @@ def drop_rights(nobody, seconds, memory):
 if __name__ == "__main__":
     values, nothing = os.dup(1), os.open("/dev/null", os.O_RDWR)
     program, calls, box, nobody, seconds, memory = json.load(sys.stdin)
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # where memory ends, it ends before the training does
     if box:
         enter_box()
     drop_rights(nobody, seconds, memory)
+    os.write(2, b"shut in\n")  # nothing that the program does can be taken for a box that fails
     for descriptor in (0, 1, 2):
         os.dup2(nothing, descriptor)
     os.environ.clear()

@@ -89,13 +89,13 @@ def write(path, content):
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
-def dataset(path, content, name="dataset"):
+def dataset(path, content):
     """A preparation that writes one file or folder, if there is a content, and gives it as --dataset."""
 
     def prepare(_):
         if content is not None:
             write(path, content)
-        return {name: path.partition("/")[0] if path.startswith("folder") else path}
+        return {"dataset": path.partition("/")[0] if path.startswith("folder") else path}
 
     return prepare
 
@@ -272,9 +272,6 @@ def file_cases():
         for script in (in_turn(number, PROMPTED), in_turn(number, PAIRED), "sft"):
             prepare = dataset(path, make and make(reads(script)))
             yield Case(script, "data files", name, ("--dataset", *words), prepare=prepare)
-        if number in (0, 2, 3, 7, 14, 20):
-            prepare, words = dataset(path, make and make("prompts"), "eval_dataset"), ("--eval-dataset", *words)
-            yield Case("dpo", "data files", f"--eval-dataset: {name}", words, prepare=prepare)
     for script, kind, words in (
         ("gspo", "chats", ("prompt", "messages")),
         ("dpo", "prompts", ("chosen", "prompt, answer")),
@@ -639,7 +636,7 @@ class Worker:
     def settings_of(self, given):
         """The case's settings over the small ones that the script has; bare: none but the case's own."""
         names = {field.name for field in fields(self.script.Args)}
-        small = {} if given.get("bare") else {**SMALL, "dataset": "good.jsonl", "eval_dataset": ""}
+        small = {} if given.get("bare") else {**SMALL, "dataset": "good.jsonl"}
         small = {name: value for name, value in small.items() if name in names}
         return small | {name: value for name, value in given.items() if name != "bare"}
 

@@ -31,8 +31,8 @@ NAMES["CLIPPED"] = NAMES["TOKENWISE"] + " gspo"
 NAMES["OLD"] = NAMES["CLIPPED"] + " cispo"  # those with log-probabilities of an older policy
 NAMES["ONLINE"] = NAMES["OLD"] + " reinforce"
 NAMES["WEIGHTED"] = NAMES["ONLINE"] + " ppo_rlhf"
-NAMES["SAMPLED"] = NAMES["ONLINE"] + " dpo ppo_rlhf"
-NAMES["LOGPROBS"] = NAMES["SAMPLED"] + " sft"
+NAMES["SAMPLED"] = NAMES["ONLINE"] + " ppo_rlhf"
+NAMES["LOGPROBS"] = NAMES["ONLINE"] + " dpo ppo_rlhf sft"
 NAMES["ALL"] = NAMES["LOGPROBS"] + " reward_model"
 NAMES["OF_ONE_TOKEN"] = (
     "test_sampler_weights.py::test_token_weights_are_exact_for_one_token_and_reduce_the_error_of_longer_completions"
@@ -502,7 +502,7 @@ MUTANTS = r"""
 - sum(is_right(text, row["answer"]) for text, row in zip(texts, rows))
 + (batch["rewards"] > 0).sum()
 ! test_evaluation.py::test_one_greedy_completion_which_is_kept_and_samples_at_the_temperature_of_training
-# accuracy is of samples, not of greedy completions @ ONLINE dpo
+# accuracy is of samples, not of greedy completions @ ONLINE
 - rollout(model, tokenizer, rows, 1, 0.0, stop_ids, args)
 + rollout(model, tokenizer, rows, 1, args.temperature, stop_ids, args)
 ! test_data.py::test_a_file_gives_its_last_rows_as_held_out

@@ -81,7 +81,6 @@ def sum_over_ranks(metrics):
 def evaluate_each(evaluate, policy, pairs, args):
     """Evaluations on all pairs, on three, and on one, of which the second rank has none."""
     rank, world_size, _ = dpo.init_ranks()
-    pairs = [{"kind": "odd" if i % 2 else "even"} | pair for i, pair in enumerate(pairs)]
     return [evaluate(policy, pairs[:count], PAD_ID, args, rank, world_size) for count in (8, 3, 1)]
 
 

@@ -90,12 +90,13 @@ NEVER_NEGATIVE = "kl_coef eval_prompts rollout_batch_size num_steps learning_rat
 BAD_SETTINGS += [({name: -1}, f"^--{name.replace('_', '-')} -1: must be") for name in NEVER_NEGATIVE.split()]
 BAD_SETTINGS += [
     ({"kl_coef": math.nan}, "^--kl-coef nan: must be"),
-    ({"clip_eps": math.inf}, "^--clip-eps inf: must be"),
+    ({"clip_eps": math.inf}, "^--clip-eps inf: must be more than 0, and finite"),
+    ({"learning_rate": math.inf}, "^--learning-rate inf: must be more than 0, and finite"),
 ]
 BAD_CASES = [(grpo, *case) for case in BAD_SETTINGS]
 BAD_CASES += [(script, {"group_size": 1}, "^--group-size 1") for script in SCRIPTS]
 BAD_CASES += [(reinforce, {"group_size": 1, "baseline": "leave_one_out"}, "^--group-size 1")]
-BAD_CASES += [(dapo, {"overlong_buffer": 5}, "^--overlong-buffer 5: must be at most --max-completion-length")]
+BAD_CASES += [(dapo, {"overlong_buffer": 5}, "^--overlong-buffer 5: over --max-completion-length")]
 BAD_CASES += [(dapo, {"overlong_buffer": -1}, "^--overlong-buffer -1"), (dapo, {"max_rounds": 0}, "^--max-rounds 0")]
 BAD_CASES += [
     (dapo, {"clip_eps_low": -0.1}, "^--clip-eps-low -0.1"),
@@ -158,9 +159,26 @@ def test_defaults_follow_the_model(script, model, which):
     assert (given.num_steps, given.system_prompt) == (7, "x")
 
 
+def test_an_empty_chat_template_is_one_line(folder):
+    model = shutil.copytree(TINY, folder / "model")
+    (model / "chat_template.jinja").write_text("")
+    message = exit_message(model=str(model))
+    assert message.startswith(f"--model {model}: ") and "its chat template is empty" in message
+
+
+def test_the_embedded_model_is_known_by_its_tokenizer(tmp_path):
+    """So is what was trained from it; a model of proteins, say, has a small vocabulary too."""
+    trained, other = (shutil.copytree(TINY, tmp_path / name) for name in ("trained", "other"))
+    (trained / "config.json").unlink()
+    text = (other / "tokenizer.json").read_text(encoding="utf-8")
+    (other / "tokenizer.json").write_text(text.replace('"="', '"K"'), encoding="utf-8")
+    found = [grpo.resolve_args(grpo.Args(model=str(path))).max_prompt_length for path in (trained, other)]
+    assert found == [32, 512]
+
+
 # Flags whose default is not that of the other scripts, and flags that grpo.py does not have.
 OWN_DEFAULTS = dict.fromkeys(("gspo", "cispo"), {"minibatch_size"}) | {"reinforce": {"warmup_steps"}}
-OWN_DEFAULTS |= {"dapo": {"num_steps", "warmup_steps", "minibatch_size"}}
+OWN_DEFAULTS |= {"dapo": {"num_steps", "warmup_steps", "minibatch_size"}, "grpo_tools": {"system_prompt"}}
 RANGES = {"clip_eps_low": float, "clip_eps_high": float}
 OWN_FLAGS = {
     **{"dapo": {"max_rounds": int, "overlong_buffer": int | None, **RANGES}, "gspo": RANGES},
@@ -267,7 +285,7 @@ def test_help_works_on_an_ascii_console_and_writes_nothing(copied, script):
 
 METRICS = set(
     """reward/mean reward/zero_std rollout/completions rollout/length_mean rollout/truncated rollout/live
-    policy/entropy policy/sampler_kl loss/policy optim/grad_norm optim/learning_rate
+    policy/entropy policy/sampler_kl loss/policy optim/grad_norm optim/learning_rate optim/skipped
     perf/rollout_seconds perf/logprob_seconds perf/update_seconds perf/step_seconds""".split()
 )
 CLIP = {"policy/approx_kl", "policy/clip_fraction_low", "policy/clip_fraction_high"}
@@ -278,8 +296,8 @@ OWN_METRICS = {
     "dapo": CLIP | {"reward/trained_mean", "rollout/rounds", "rollout/groups", "rollout/prompts_consumed"},
     "gspo": CLIP,
     "cispo": {"policy/approx_kl", "policy/cap_fraction"},
-    "grpo_tools": CLIP | {"rollout/tool_use", "rollout/tool_tokens"},
-    "grpo_process": CLIP | {"policy/ref_kl", "loss/kl"},
+    "grpo_tools": CLIP | {"rollout/tool_use", "rollout/tool_tokens", "rollout/calls"},
+    "grpo_process": CLIP | {"policy/ref_kl", "loss/kl", "rollout/steps"},
 }
 
 

@@ -13,8 +13,8 @@ ONLINE = ("reinforce", *CLIPPED)
 BLOCK = ONLINE  # all that stands below the line is one text
 PAIRS = ("reward_model", "dpo")
 SCORED = ("reward_model", "ppo_rlhf")
-SAMPLED = (*ONLINE, "dpo", "ppo_rlhf")
-LOGPROBS = ("sft", *SAMPLED)
+SAMPLED = (*ONLINE, "ppo_rlhf")
+LOGPROBS = ("sft", "dpo", *SAMPLED)
 ALL = (*LOGPROBS, "reward_model")
 # [(name, the scripts in which it is identical)]; a name comes twice where two families have each their own.
 SHARED = [
@@ -33,6 +33,7 @@ SHARED = [
     ("load_model", LOGPROBS),
     ("find_stop_ids", LOGPROBS),
     ("check_model", SAMPLED),
+    ("check_model", ("sft", "dpo")),
     ("token_logprobs", LOGPROBS),
     ("head_logprobs", LOGPROBS),
     ("shard", ALL),
@@ -47,7 +48,7 @@ SHARED = [
     ("pad_left", ALL),
     ("microbatches", ALL),
     ("step_optimizer", ALL),
-    ("evaluate", (*ONLINE, "dpo")),
+    ("evaluate", ONLINE),
     ("log_step", ("sft", "dpo", "ppo_rlhf", "reward_model")),
     ("log_step", ONLINE),
     ("append_line", ALL),
@@ -56,7 +57,7 @@ SHARED = [
     ("is_right", SAMPLED),
     ("reward_fn", SAMPLED),
     ("score_completions", SAMPLED),
-    ("load_prompts", (*ONLINE, "dpo")),
+    ("load_prompts", ONLINE),
     ("read_prompt", SAMPLED),
     ("parse_answer", SAMPLED),
     ("generate", SAMPLED),
@@ -70,7 +71,7 @@ SHARED = [
     ("step_metrics", PAIRS),
     ("load_pairs", PAIRS),
     ("split_pair", PAIRS),
-    ("look_up_pairs", PAIRS),
+    ("encode_completion", PAIRS),
     ("collate_pairs", PAIRS),
     ("load_reward_model", SCORED),
     ("hidden_states", SCORED),
@@ -88,7 +89,7 @@ OWN = {
     "main",
 }
 OWN_OF = {
-    "check_model": {"reward_model", "sft"},
+    "check_model": {"reward_model"},
     "evaluate": {"ppo_rlhf", "reward_model", "sft"},
     "load_prompts": {"ppo_rlhf"},
     "step_metrics": {"ppo_rlhf"},

@@ -141,7 +141,7 @@ def test_step_without_any_signal_changes_nothing(tiny, tmp_path, dataset, monkey
     (line,) = train(tmp_path, dataset, minibatch_size=6)
     assert line["rollout/rounds"] == 3 and line["rollout/groups"] == 0
     assert all(math.isfinite(value) for value in line.values())
-    assert line["reward/mean"] == pytest.approx(letters.count("s") / 9)
+    assert line["reward/mean"] == pytest.approx(letters.count("s") / 9) and line["rollout/live"] == 0
     assert line["optim/grad_norm"] == line["loss/policy"] == line["policy/approx_kl"] == 0
     after, _ = load(dapo, tmp_path / "run" / "checkpoint")
     before, _ = load(dapo, TINY)

@@ -75,10 +75,21 @@ def prompts_of(rows, column="prompt"):
 
 
 @pytest.mark.parametrize("suffix", [".json", ".jsonl", ".csv", ".parquet"])
-def test_a_file_gives_its_last_rows_as_held_out(tmp_path, suffix):
+def test_a_file_gives_a_sample_of_its_rows_as_held_out(tmp_path, suffix):
     train, held_out = load_splits(write_rows(tmp_path / f"rows{suffix}", ROWS), 3)
-    assert prompts_of(train) == prompts_of(ROWS[:7])
-    assert prompts_of(held_out) == prompts_of(ROWS[7:])
+    chosen = [1, 4, 7]
+    assert prompts_of(held_out) == prompts_of([ROWS[i] for i in chosen])
+    assert prompts_of(train) == prompts_of([row for i, row in enumerate(ROWS) if i not in chosen])
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_held_out_rows_of_sorted_data_are_from_all_over(tmp_path, split):
+    rows = [{"prompt": f"{i}+1="} for i in range(1000)]
+    write_rows(tmp_path / "data" / "train.jsonl", rows)
+    write_rows(tmp_path / "data" / f"{split}.jsonl", rows)
+    places = [int(row["prompt"][:-3]) for row in load_splits(str(tmp_path / "data"), 200)[1]]
+    assert places == sorted({*places}) and len(places) == 200
+    assert all(30 <= len([i for i in places if i // 250 == quarter]) <= 70 for quarter in range(4))
 
 
 @pytest.mark.parametrize("splits", [["test"], ["validation"], ["validation", "test"]])
@@ -87,9 +98,9 @@ def test_a_folder_with_a_held_out_split(tmp_path, splits):
     write_rows(tmp_path / "data" / "train.jsonl", ROWS[:6])
     for place, split in enumerate(splits):
         write_rows(tmp_path / "data" / f"{split}.jsonl", ROWS[6 - place :])
-    train, held_out = load_splits(str(tmp_path / "data"), 3)
+    train, held_out = load_splits(str(tmp_path / "data"), 9)
     assert prompts_of(train) == prompts_of(ROWS[:6])
-    assert prompts_of(held_out) == prompts_of(ROWS[7 - len(splits) :][:3])
+    assert prompts_of(held_out) == prompts_of(ROWS[7 - len(splits) :])
 
 
 def test_a_config_of_a_hub_data_set_is_named_after_a_colon(tmp_path):
@@ -123,22 +134,23 @@ def test_a_prompt_has_its_answer_and_the_other_columns_of_its_row(tmp_path, toke
     rows = [dict(zip(names, ("1+1=", "2")), level=i, tests=["a", "b"]) for i in range(4)]
     train, held_out, _ = load(write_rows(tmp_path / "rows.jsonl", rows), tokenizer, 32, 1)
     assert len(train) == 3 and tokenizer.decode(train[0]["prompt_ids"]) == "<|user|>1+1=<|assistant|>"
-    for row, prompt in zip(rows, train + held_out):
+    for row, prompt in zip(rows, sorted(train + held_out, key=lambda prompt: prompt["level"])):
         assert prompt == {**row, "prompt": "1+1=", "answer": "2", "prompt_ids": prompt["prompt_ids"]}
 
 
 def test_without_a_column_of_answers_they_are_none(tmp_path, tokenizer):
     dataset = write_rows(tmp_path / "rows.jsonl", [{"prompt": "1+1=", "label": i} for i in range(4)])
-    train, *_ = load(dataset, tokenizer, 32, 1)
-    assert [(prompt["answer"], prompt["label"]) for prompt in train] == [(None, 0), (None, 1), (None, 2)]
+    train, *_ = load(dataset, tokenizer, 32, 0)
+    assert [(prompt["answer"], prompt["label"]) for prompt in train] == [(None, i) for i in range(4)]
 
 
 def test_gsm8k_rows(tmp_path, tokenizer):
     rows = [json.loads(line) for line in (ROOT / "tests" / "data" / "gsm8k_20.jsonl").read_text().splitlines()]
     train, held_out, _ = load(write_rows(tmp_path / "r.jsonl", rows), tokenizer, 2000, 5)
     assert (len(train), len(held_out)) == (15, 5)
-    for row, prompt in zip(rows, train + held_out):
-        assert (prompt["prompt"], prompt["answer"]) == (row["question"], row["answer"])
+    for prompt in train + held_out:
+        [row] = [row for row in rows if row["question"] == prompt["prompt"]]
+        assert prompt["answer"] == row["answer"]
         assert grpo.reward_fn("#### " + row["answer"].rpartition("#### ")[2], prompt["answer"]) == 1.0
 
 
@@ -150,7 +162,7 @@ def test_numbers_as_answers(tmp_path, tokenizer, answer):
 
 
 MESSAGE = {"role": "user", "content": "1+1="}
-EMPTY = [{"prompt": prompt, "answer": "1"} for prompt in ("", None)]
+EMPTY = [{"prompt": prompt, "answer": "1"} for prompt in ("", None, " \n")]
 EMPTY += [{"prompt": "1+1=", "answer": answer} for answer in ("", None, "  ")]
 ENDED = [{"prompt": [MESSAGE, {"role": "assistant", "content": "2"}], "answer": "2"}] * 2
 
@@ -158,9 +170,8 @@ ENDED = [{"prompt": [MESSAGE, {"role": "assistant", "content": "2"}], "answer": 
 @pytest.mark.parametrize("rows, reason", [(EMPTY, "without prompt or answer"), (ENDED, "ends in the assistant's turn")])
 def test_rows_that_cannot_be_completed_are_dropped_and_counted(tmp_path, tokenizer, rows, reason):
     good = [{"prompt": [MESSAGE] if rows is ENDED else "1+1=", "answer": "2"}] * 3
-    train, held_out, report = load(write_rows(tmp_path / "rows.jsonl", rows + good), tokenizer, 32, 1)
-    assert (len(train), len(held_out)) == (2, 1)
-    assert report[0].startswith("2 training rows") and f"{reason!r}: {len(rows)}" in report[0]
+    train, _, report = load(write_rows(tmp_path / "rows.jsonl", rows + good), tokenizer, 32, 0)
+    assert len(train) == 3 and report[0].startswith("3 training rows") and f"{reason!r}: {len(rows)}" in report[0]
 
 
 def test_long_prompts_are_dropped_and_counted(tmp_path, tokenizer):
@@ -192,7 +203,7 @@ def message_of(tmp_path, tokenizer, rows, num_held_out=1, name="bad.jsonl"):
     return message.removeprefix(f"--dataset {path}: ")
 
 
-BAD_PROMPTS = [MESSAGE, {"a": 1}, ["a"], [1, 2], [{"content": "1"}], [{"role": "user"}]]
+BAD_PROMPTS = [MESSAGE, {"a": 1}, ["a"], [1, 2], [{"content": "1"}], [{"role": "user"}], [{**MESSAGE, "role": None}]]
 BAD_PROMPTS += [[{**MESSAGE, "content": content}] for content in (None, ["1"], [{"type": "text", "text": "1"}])]
 BAD_ROWS = [{"prompt": prompt, "answer": "2"} for prompt in BAD_PROMPTS]
 BAD_ROWS += [{"prompt": "1+1=", "answer": answer} for answer in (["2"], {"value": 2}, True, [], [1, 2])]
@@ -201,8 +212,9 @@ BAD_ROWS += [{"prompt": "1+1=", "answer": answer} for answer in (["2"], {"value"
 @pytest.mark.parametrize("bad", BAD_ROWS)
 def test_what_is_no_prompt_or_no_answer_is_an_error_that_names_its_row(tmp_path, tokenizer, bad):
     good = [{"prompt": [MESSAGE], "answer": "2"} if bad["answer"] == "2" else ROWS[0]] * 6
-    assert message_of(tmp_path, tokenizer, [*good, bad, *good]).startswith("training row 7: ")
-    assert message_of(tmp_path, tokenizer, [*good, bad]).startswith("held-out row 1: ")
+    assert message_of(tmp_path, tokenizer, [*good, bad, *good], 0).startswith("training row 7, {")
+    assert message_of(tmp_path, tokenizer, [*good[:4], bad, *good], 1).startswith("training row 5, {")
+    assert message_of(tmp_path, tokenizer, [*good[:4], bad, *good[:2]], 1).startswith("held-out row 5, {")
 
 
 GOOD_LINE = '{"prompt": "1+1=", "answer": "2"}\n'
@@ -226,10 +238,10 @@ def test_a_data_set_that_is_damaged_or_not_of_prompts_is_one_line(tmp_path, toke
 
 
 @pytest.mark.parametrize("name", ["nope.jsonl", "nope.csv", "./nope", "data/nope", "/nope/rows.parquet", "~/rows"])
-@pytest.mark.parametrize("flag", ["--dataset", "--eval-dataset"])
-def test_what_is_not_there_is_one_line_that_names_its_flag(tokenizer, name, flag):
+@pytest.mark.parametrize("flag", ["--dataset", "--ptx-dataset"])
+def test_what_is_not_there_is_one_line_that_names_its_flag(name, flag):
     with pytest.raises(SystemExit, match=f"^{flag} {name}: "):
-        grpo.load_prompts(name, tokenizer, "", 32, 1, flag)
+        grpo.load_rows(name, 1, dict, flag)
 
 
 # ---- chat templates
@@ -243,8 +255,8 @@ ALTERNATING = (  # as Gemma's and Mistral's
 
 def test_a_prompt_that_the_template_refuses_is_an_error_with_its_reason(tmp_path):
     rows = [{"prompt": [MESSAGE], "answer": "1"}, {"prompt": [MESSAGE, MESSAGE], "answer": "1"}] * 2
-    message = message_of(tmp_path, word_tokenizer(ALTERNATING), rows)
-    assert re.search("training row 2: .*roles must alternate", message)
+    message = message_of(tmp_path, word_tokenizer(ALTERNATING), rows, 0)
+    assert re.search("training row 2, .*roles must alternate", message)
 
 
 USER, SYSTEM = {"role": "user", "content": "one two"}, {"role": "system", "content": "be three"}

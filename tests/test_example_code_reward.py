@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import resource
 import runpy
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -90,6 +92,15 @@ def test_the_last_program_must_pass_every_test_with_values_of_the_same_types():
     assert code_reward.score_completions(programs, rows) == [1.0, 0.0] * len(VALUES)
 
 
+@pytest.mark.parametrize("ranks, boxes", [("1", 8), ("3", 2), ("9", 1)])
+def test_the_ranks_of_a_machine_share_its_cpus(ranks, boxes, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(code_reward, "ThreadPoolExecutor", pool := MagicMock())
+    code_reward.score_completions([], [])
+    pool.assert_called_once_with(boxes)
+
+
 # ---- attacks that are told what stops them: an expression, and what it gives, or the error it meets
 
 PRELUDE = """
@@ -109,9 +120,7 @@ PACKAGES = [os.path.dirname(os.__file__) + "/site-packages", "/usr/lib/python3/d
 def write(path, size=0):
     with open(path, "wb") as file:
         file.write(b"x" * size)
-def read(path):
-    with open(path) as file:
-        return file.read()
+read = lambda path: open(path).read()
 """
 CASES = {
     # those that are stopped without a box, too
@@ -121,8 +130,11 @@ CASES = {
     "a big array": ("len(bytearray(10**10))", "MemoryError"),
     "a big file": ("write('big', 2**21)", "EFBIG"),
     "more processes allowed": ("resource.setrlimit(resource.RLIMIT_NPROC, (9, 9))", "ValueError"),
-    "variables": ("dict(os.environ)", {}),
-    "the internet": ("socket.create_connection(('127.0.0.1', 22), 2)", "EPERM"),
+    "variables, cores": ("[dict(os.environ), resource.getrlimit(resource.RLIMIT_CORE)[1] in (0, 1)]", [{}, True]),
+    "sockets": ("[met(socket.create_connection, ('127.0.0.1', 22), 2), met(socket.socketpair)]", ["EPERM"] * 2),
+    "a million timers": ("system('timer_create', 0, None, bytes(8))", "EAGAIN"),
+    "the disk": ("system('fallocate', 3, 1, *map(ctypes.c_long, (0, 2**30)))", "ESPIPE"),  # beyond the end of a file
+    "outlive the training": ("read('/proc/self/oom_score_adj')", "1000\n|ENOENT"),  # where memory ends
     # those that the box stops
     "see other processes": ("[os.getpid(), os.getppid(), met(os.listdir, '/proc')]", [1, 0, "ENOENT"]),
     "locked memory": ("system('mlockall', 1)", "EPERM|ENOMEM"),
@@ -135,6 +147,7 @@ CASES = {
     "the interpreter": ("open(os.__file__, 'a')", "EROFS|EACCES"),
     "packages": ("[name for path in PACKAGES if os.path.isdir(path) for name in os.listdir(path)]", []),
     "libraries": ("write('/usr/lib/owned')", "EROFS"),
+    "a mount among them": ("write(os.path.dirname(os.__file__) + '/wsgiref/owned')", "EROFS"),
     "devices": ("os.mknod('sda', 0o60666, os.makedev(8, 0))", "EPERM"),
     "code of its own": ("write('x.so', 4096) or mmap.mmap(os.open('x.so', 0), 4096, mmap.MAP_PRIVATE, 5)", "EPERM"),
     "unmount": ("[met(system, 'umount2', path, 2) for path in (b'/', b'/usr/lib')]", ["EPERM"] * 2),
@@ -172,6 +185,16 @@ for number in range(3, 64):
 # an end
 import os
 os._exit(0)
+# a crash
+import os
+os.abort()
+# a deep repr
+import functools, sys
+sys.setrecursionlimit(10**9)
+add = lambda *_: repr(functools.reduce(lambda deep, _: [deep], range(10**5), []))
+# values that cannot be read
+import fcntl, os
+os.write(3, b"5") and fcntl.fcntl(3, fcntl.F_SETFL, os.O_DIRECT) or os._exit(1)
 # no descriptors
 import os
 os.closerange(0, 64)
@@ -181,10 +204,8 @@ class Any(str):
     __hash__ = None
 add = lambda *_: Any("5")
 # a deep value
-deep = []
-for _ in range(10**6):
-    deep = [deep]
-add = lambda *_: deep
+import functools
+add = lambda *_: functools.reduce(lambda deep, _: [deep], range(10**6), [])
 # a long value
 add = lambda *_: "(" * 10**7
 # a writer of its own
@@ -202,8 +223,11 @@ def prelude(tmp_path):
     data.chmod(0o644)
     known = [str(path) for path in (data, ROOT / "grpo.py", ROOT / "data", tmp_path, "/etc", "/usr/bin")]
     numbers = runpy.run_path(str(ROOT / "examples" / "code_sandbox.py"))["NUMBERS"]
-    assert len(numbers) == 28
+    assert len(numbers) == 29
+    cores = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, cores[1:] * 2)  # who starts a training may want dumps of it
     yield f"{PRELUDE}PATHS, NUMBERS = {known}, {[*numbers.values()]}\n"
+    resource.setrlimit(resource.RLIMIT_CORE, cores)
     assert data.read_text().endswith("}") and [path.name for path in tmp_path.iterdir()] == ["tests.jsonl"]
     assert not Path(os.__file__).with_name("owned.py").exists() and not Path("/usr/lib/owned").exists()
 
@@ -247,7 +271,7 @@ def test_a_program_ends_if_the_run_is_killed():
 
 
 def as_nobody(code, job):
-    """What Python code that imports code_reward says, as an ordinary user, in a folder that user may read."""
+    """What Python code that imports code_reward says, as an ordinary user, with a mount among the libraries."""
     user = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
     check = ["-c", "import os, sys; assert sys.version_info >= (3, 11) and os.access(sys.executable, os.X_OK)"]
     if os.getuid() != 0 or shutil.which("setpriv") is None:
@@ -261,8 +285,9 @@ def as_nobody(code, job):
         for path in (ROOT / "examples").glob("code_*.py"):
             shutil.copy(path, folder)
         env = {"PATH": os.environ["PATH"], "PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1"}
-        command, options = [*user, usable[0], "-c", code], {"env": env, "cwd": "/", "capture_output": True}
-        done = subprocess.run(command, input=json.dumps(job), text=True, **options)
+        mount = 'mount -t tmpfs none "$("$0" -c "import wsgiref; print(*wsgiref.__path__)")" && exec "$@"'
+        command = ["unshare", "--mount", "sh", "-c", mount, usable[0]] * (not no_box) + [*user, usable[0], "-c", code]
+        done = subprocess.run(command, input=json.dumps(job), text=True, env=env, cwd="/", capture_output=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -273,7 +298,7 @@ def as_nobody(code, job):
 def test_attacks_meet_what_stops_them(user, prelude):
     """Unsafe leaves limits and refused calls, and a program can read what its user can read."""
     unsafe = user.endswith("unsafe")
-    names = [*CASES][:8] if unsafe else [*CASES]
+    names = [*CASES][:11] if unsafe else [*CASES]
     calls = [f"met(lambda: {CASES[name][0]})" for name in names] + ["os.path.isdir(PATHS[-1])"]
     if user == "this":
         given = [code_reward.run(prelude, [call]).decode() for call in calls]
@@ -293,7 +318,8 @@ def test_attacks_meet_what_stops_them(user, prelude):
 @pytest.mark.parametrize("reason", ["No such file or directory", "unshare failed: Operation not permitted"])
 def test_without_namespaces_it_is_refused_in_one_line(reason, tmp_path):
     """Before anything is imported that takes time; the second is what an unshare says that may not."""
-    (tmp_path / "timeout").symlink_to(shutil.which("timeout"))
+    for name in ("timeout", "prlimit"):
+        (tmp_path / name).symlink_to(shutil.which(name))
     if reason.startswith("unshare"):
         (tmp_path / "unshare").write_text(f"#!/bin/sh\necho 'unshare: {reason}' >&2\nexit 1\n")
         (tmp_path / "unshare").chmod(0o755)
@@ -308,25 +334,29 @@ def test_without_namespaces_it_is_refused_in_one_line(reason, tmp_path):
 
 
 @boxed
-def test_the_command_line_trains_on_the_reward(tmp_path, monkeypatch):
+def test_the_command_line_refuses_rows_without_tests_and_trains_on_the_reward(tmp_path, monkeypatch):
     """The embedded model writes sums, no programs: its texts are replaced by programs, half of them right."""
     answers = [json.dumps([["add(2, 3)", 5], ["add(1, 1)", number]]) for number in (2, 3, 2, 2)]
     rows = [{"prompt": f"{number}+1=", "answer": answer} for number, answer in enumerate(answers, 1)]
-    (tmp_path / "tests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    no_tests = [{}] + [{"answer": a} for a in (5, "f()", "[]", '["f()"]', '[["f()", 1, 2]]', '[["f = 1", 1]]')]
     sample, programs = grpo.sample_completions, (completion(ADD), completion("add = max"))
-    for name in ("is_right", "reward_fn", "score_completions"):
-        monkeypatch.setattr(grpo, name, getattr(grpo, name))
 
     def sample_completions(*args):
         batch, texts = sample(*args)
         return batch, [programs[number % 2] for number in range(len(texts))]
 
+    for name in ("is_right", "read_prompt", "reward_fn", "score_completions"):
+        monkeypatch.setattr(grpo, name, getattr(grpo, name))
     monkeypatch.setattr(grpo, "sample_completions", sample_completions)
     monkeypatch.setattr(sys, "path", [*sys.path])
     flags = "--num-steps 2 --prompts-per-step 3 --group-size 2 --minibatch-size 6 --max-completion-length 8"
     flags += f" --eval-prompts 1 --dataset {tmp_path / 'tests.jsonl'} --run-dir {tmp_path / 'run'}"
     monkeypatch.setattr(sys, "argv", ["code_reward.py", *flags.split()])
-    runpy.run_path(str(ROOT / "examples" / "code_reward.py"), run_name="__main__")
+    for data in [*([{"prompt": "1+1="} | row] * 2 for row in no_tests), rows]:
+        (tmp_path / "tests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in data))
+        with monkeypatch.context() if data is rows else pytest.raises(SystemExit, match=r"row \d, .*\[call, value\]$"):
+            assert not (tmp_path / "run").exists()
+            runpy.run_path(str(ROOT / "examples" / "code_reward.py"), run_name="__main__")
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line.get("reward/mean") for line in lines] == [None, pytest.approx(1 / 3), pytest.approx(1 / 3)]
     assert lines[0]["eval/accuracy"] == 1 and lines[0]["eval/pass@1"] == 0.5

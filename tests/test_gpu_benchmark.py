@@ -62,11 +62,12 @@ def test_rollout_and_its_peer(job):
     assert [holds for *_, holds in peaks] == [True, False, False]
 
 
-@pytest.mark.parametrize("script", [grpo, ppo_rlhf, dpo])
-def test_training(job, monkeypatch, script):
-    for name in ("save", "gathered"):  # put back what the section replaces
-        monkeypatch.setattr(script, name, getattr(script, name))
-    rows = as_dict(benchmark.time_training(job | {"script": script.__name__}))
+@pytest.mark.parametrize("name, flags", benchmark.TRAININGS)
+def test_training(job, monkeypatch, name, flags):
+    script = {"grpo": grpo, "dpo": dpo, "ppo_rlhf": ppo_rlhf}[name]
+    for own in {"save", "gathered"} & {*vars(script)}:  # put back what the section replaces
+        monkeypatch.setattr(script, own, getattr(script, own))
+    rows = as_dict(benchmark.time_training(job | {"script": name, "flags": flags}))
     assert rows["update: tokens a second"] > 0 and rows["update: model FLOP utilisation"] > 0
     assert rows["peak of the update by tools/memory.py, GB"] > 0
     assert ("peak of the rollout by tools/memory.py, GB" in rows) == (script is not dpo)
@@ -91,7 +92,7 @@ def test_sections_that_run_scripts(job, monkeypatch):
     assert commands[2][:3] == ["grpo", "--resume", f"{job['folder']}/half"]
     assert as_dict(benchmark.check_ranks(job)) == {"grpo.py on two processes: eval/accuracy": 0.99}
     rows = list(benchmark.check_defaults(job))
-    assert [what for what, *_, holds in rows if not holds] == ["dapo: eval/accuracy"] and len(rows) == 9
+    assert [what for what, *_, holds in rows if not holds] == ["dapo: eval/accuracy"] and len(rows) == 12
     assert rows[2][1] == "dapo: CUDA error"
     with pytest.raises(RuntimeError, match="tests/sync_copies: usage: "):
         monkeypatch.undo()

@@ -224,6 +224,7 @@ def test_command_line_says_what_fits(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", command)
     memory.main(memory.parse_args())
     said = capsys.readouterr().out
+    assert "host memory at start: 2.0 GB" in said and "disk: 7.9 GB a run, 13.8 GB while" in said
     assert "| key-value cache |" in said and "does not fit in 16 GB; what would: --gradient-checkpointing" in said
     monkeypatch.setattr(sys, "argv", [*command, "--script", "dpo", "--group-size", "4"])
     with pytest.raises(SystemExit, match="dpo.py has no --group-size"):

@@ -169,7 +169,7 @@ def test_fine_tuning_on_turns_without_stop_token_is_an_error_that_names_the_row(
     folder = make_folder(tmp_path / "model", make_tokenizer(["<eos>"], template))
     rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "1+1=", "completion": "2"}] * 4)
     args = sft.Args(model=folder, dataset=rows, eval_prompts=1, num_steps=1, minibatch_size=2)
-    with pytest.raises(SystemExit, match="row 1: .*the chat template writes no stop token after message 2"):
+    with pytest.raises(SystemExit, match="row 2, .*the chat template writes no stop token after message 2"):
         sft.main(args)
 
 

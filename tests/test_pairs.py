@@ -134,19 +134,12 @@ def test_only_the_prompt_begins_with_a_bos_token(tmp_path):
 
 def test_every_completion_ends_in_one_stop_token(tmp_path, tokenizer):
     rows = [*ROWS[:-1], {**ROWS[-1], "chosen": "9<|end|>"}]  # which has its own
-    train, held_out, _ = load(tmp_path, rows, tokenizer)
-    assert (len(train), len(held_out)) == (7, 1)
-    for pair, row in zip(train + held_out, ROWS):
+    train, _, _ = load(tmp_path, rows, tokenizer, num_held_out=0)
+    assert len(train) == len(ROWS) == 8
+    for pair, row in zip(train, ROWS):
         for key in ("chosen", "rejected"):
             assert pair[f"{key}_ids"] == tokenizer(row[key], add_special_tokens=False)["input_ids"] + [STOP_ID]
             assert pair[f"{key}_ids"].count(STOP_ID) == 1
-
-
-def test_kinds_are_kept_where_there_are_any(tmp_path, tokenizer):
-    assert [pair["kind"] for pair in load(tmp_path, ROWS, tokenizer)[0]] == [None] * 7
-    rows = [{**row, "kind": f"kind {i % 2}"} for i, row in enumerate(ROWS)]
-    train, _, _ = reward_model.load_pairs(write_rows(tmp_path / "k.jsonl", rows), tokenizer, "", 32, 48, 1, STOP_ID)
-    assert [pair["kind"] for pair in train] == ["kind 0", "kind 1"] * 3 + ["kind 0"]
 
 
 # ---- dirt
@@ -171,14 +164,13 @@ DIRTY_CHATS = [
 
 @pytest.mark.parametrize("good, dirt", [(ROWS[0], DIRT), (CONVERSATIONS, DIRTY_CHATS)])
 def test_dirt_is_dropped_and_counted_by_kind(tmp_path, tokenizer, good, dirt):
-    """Among the held-out rows, the last ones, too."""
     others = ROWS[1:] if good is ROWS[0] else [CONVERSATIONS] * 7
-    rows = [*({**good, **change} for change, _ in dirt), *others, {**good, **dirt[0][0]}]
-    train, held_out, report = load(tmp_path, rows, tokenizer, num_held_out=3)
-    assert (len(train), len(held_out)) == (5, 2)
-    assert list(map(counts, report)) == [(5, Counter(why for _, why in dirt)), (2, {dirt[0][1]: 1})]
+    rows = [*({**good, **change} for change, _ in dirt), *others]
+    train, _, report = load(tmp_path, rows, tokenizer, num_held_out=0)
+    assert len(train) == 7
+    assert list(map(counts, report)) == [(7, Counter(why for _, why in dirt)), (0, {})]
     if good is ROWS[0]:
-        found = [texts_of(pair, tokenizer) for pair in train + held_out]
+        found = [texts_of(pair, tokenizer) for pair in train]
         expected = [
             (f"<|user|>{r['prompt']}<|assistant|>", *(f"{r[k]}<|end|>" for k in ("chosen", "rejected"))) for r in others
         ]
@@ -201,8 +193,8 @@ BAD_VALUES = [7, {"a": 1}, ["a", "b"], [1], [{"content": "2"}], [{"role": "assis
     "rows, expected",
     [
         (ROWS[:1], "too few rows.*: 0 training rows"),
-        ([{"prompt": "1+1=", "answer": "2"}] * 4, "training row 1.* columns chosen and rejected.* prompt, answer"),
-        ([{"prompt": "1+1=", "chosen": "2"}] * 4, "training row 1.* columns chosen and rejected.* prompt, chosen"),
+        ([{"prompt": "1+1=", "answer": "2"}] * 4, "training row 2.* columns chosen and rejected.* prompt, answer"),
+        ([{"prompt": "1+1=", "chosen": "2"}] * 4, "training row 2.* columns chosen and rejected.* prompt, chosen"),
         ([{**ROWS[0], "rejected": ROWS[0]["chosen"]}] * 4, "too few rows.*: 0 training rows .*'identical': 3"),
         ([*ROWS, {**ROWS[0], "chosen": ""}], "too few rows.*: 0 held-out rows .*'without shared prompt, or empty': 1"),
         *[([*[WORDS] * 6, {**WORDS, "chosen": value}, *[WORDS] * 2], "training row 7") for value in BAD_VALUES],

@@ -29,7 +29,7 @@ SCRIPTS = [reward_model, dpo, ppo_rlhf]
 NAMES = [script.__name__ for script in SCRIPTS]
 SMALL = {
     "reward_model": {"minibatch_size": 8},
-    "dpo": {"minibatch_size": 8, "rollout_batch_size": 3},
+    "dpo": {"minibatch_size": 8},
     "ppo_rlhf": {"prompts_per_step": 8, "minibatch_size": 4, "update_epochs": 1, "max_completion_length": 24},
 }
 SMALL = {name: {"eval_prompts": 3, "warmup_steps": 2, "seed": 3, **sizes} for name, sizes in SMALL.items()}
@@ -68,7 +68,7 @@ def runs(tmp_path_factory, pairs):
     sizes = {"num_steps": 20, "minibatch_size": 32, "learning_rate": 1e-3, "warmup_steps": 4}
     settings = {"reward_model": {"dataset": pairs, "eval_prompts": 64, **sizes}}
     sizes = {"num_steps": 14, "minibatch_size": 32, "learning_rate": 2e-4, "warmup_steps": 2}
-    settings["dpo"] = {"dataset": pairs, "eval_prompts": 64, "eval_dataset": "", "beta": 0.1, **sizes}
+    settings["dpo"] = {"dataset": pairs, "eval_prompts": 64, "beta": 0.1, **sizes}
     sizes = {"num_steps": 12, "prompts_per_step": 32, "minibatch_size": 16, "update_epochs": 2, "warmup_steps": 2}
     sizes |= {"learning_rate": 4e-4, "value_learning_rate": 1e-3, "kl_coef": 0.02}
     settings["ppo_rlhf"] = {"reward_model": str(runs["reward_model"] / "checkpoint"), "eval_prompts": 16, **sizes}
@@ -92,7 +92,7 @@ def small_args(script, run, pairs, scorer, **settings):
     sums = str(Path(pairs).parent / "sums")
     own = {
         "reward_model": {"dataset": pairs},
-        "dpo": {"dataset": pairs, "eval_dataset": sums},
+        "dpo": {"dataset": pairs},
         "ppo_rlhf": {"dataset": sums, "reward_model": str(scorer)},
     }
     return script.Args(**{"run_dir": str(run), **SMALL[script.__name__], **own[script.__name__], **settings})
@@ -121,16 +121,15 @@ def test_a_run_writes_its_parts_and_a_line_of_finite_metrics_a_step(runs, name):
     assert all(key.startswith(("eval/", "step")) for key in lines[0]) and len(lines[0]) > 3
     names = {path.name for path in run.iterdir()}
     assert names >= {"args.json", "metrics.jsonl", "checkpoint", "state"}
-    assert ("samples.jsonl" in names) == (name == "ppo_rlhf")
+    for file in ("samples.jsonl", "eval_samples.jsonl"):  # the others do not sample
+        assert (file in names) == (name == "ppo_rlhf")
     assert [path.name for path in (run / "state").iterdir()] == [f"{len(lines) - 1:08d}"]
 
 
 def test_a_reward_model_learns_to_prefer_shown_work(runs):
     lines = logged(runs["reward_model"])
     before, after = lines[0], lines[-1]
-    keys = [f"eval/pair_accuracy/right work, {loser}" for loser in ("wrong answer", "right answer")]
-    accuracies = [sum(line[key] for key in keys) / 2 for line in (before, after)]
-    assert accuracies[1] > max(0.8, accuracies[0]) and after["eval/pair_accuracy"] > 0.5
+    assert after["eval/pair_loss"] < before["eval/pair_loss"] and after["eval/pair_accuracy"] > 0.5
     assert lines[-1]["optim/learning_rate"] < 1e-8 < lines[4]["optim/learning_rate"] == 1e-3  # warm-up, then a cosine
     for line in lines[1:]:
         assert line["pair/margin"] == pytest.approx(line["pair/chosen_score"] - line["pair/rejected_score"], abs=1e-5)
@@ -232,10 +231,7 @@ def test_the_embedded_reward_model_tells_held_out_pairs_apart():
     _, held_out, _ = reward_model.load_pairs(reward_model.DATASET, tokenizer, "", 32, 48, 512, stop_id)
     policy, args = reward_model.ScoreModel(model), reward_model.Args(microbatch_tokens=8192)
     metrics = reward_model.evaluate(policy, held_out, tokenizer.pad_token_id, args, 0, 1)
-    accuracies = {key.rpartition("/")[2]: metrics[key] for key in metrics if key.startswith("eval/pair_accuracy/")}
-    assert len(accuracies) == 5
-    assert min(accuracies["right work, wrong answer"], accuracies["right work, right answer"]) >= 0.93
-    assert accuracies["right work, wrong work"] >= 0.65
+    assert metrics["eval/pair_accuracy"] > 0.8
 
 
 def test_from_fine_tuning_to_dpo_to_evaluation(tmp_path, few):
@@ -246,14 +242,13 @@ def test_from_fine_tuning_to_dpo_to_evaluation(tmp_path, few):
     sft.main(sft.Args(model=str(TINY), dataset=data, run_dir=str(tmp_path / "sft"), **sizes))
     settings = {"model": str(tmp_path / "sft" / "checkpoint"), "num_steps": 2, "learning_rate": 1e-4}
     dpo.main(small_args(dpo, tmp_path / "dpo", few, None, eval_prompts=8, **settings))
-    expected = logged(tmp_path / "dpo")[-1]
     model = str(tmp_path / "dpo" / "checkpoint")
     settings = {"dataset": str(Path(few).parent / "sums"), "num_steps": 0, "eval_prompts": 8, "seed": 3}
     grpo.main(grpo.Args(model=model, rollout_batch_size=3, run_dir=str(tmp_path / "grpo"), **settings))
     (line,) = logged(tmp_path / "grpo")
-    assert {key: value for key, value in line.items() if key.startswith("eval/")} == {
-        key: expected[key] for key in ("eval/accuracy", "eval/pass@1", "eval/pass@4", "eval/reward")
-    }
+    assert {*line} == {"step", "eval/accuracy", "eval/pass@1", "eval/pass@4", "eval/reward"}
+    answers = [(row["completion"], row["answer"]) for row in logged(tmp_path / "grpo", "eval_samples.jsonl")]
+    assert len(answers) == 8 and line["eval/accuracy"] == sum(grpo.is_right(*pair) for pair in answers) / 8
 
 
 # ---- bad input
@@ -296,11 +291,11 @@ def test_a_reward_model_with_another_tokenizer_is_refused(tmp_path, scorer):
 def test_a_run_of_another_script_or_on_other_pairs_is_not_gone_on_with(tmp_path, runs, few):
     for script, other in ((reward_model, dpo), (dpo, reward_model), (ppo_rlhf, dpo)):
         message = exit_message(script, resume=str(runs[other.__name__]), num_steps=30)
-        assert "another script" in message or "'script': 'reward_model'" in message
+        assert "script was dpo, now reward_model" in message or "another script" in message
     shutil.copytree(runs["dpo"], tmp_path / "run")
     saved = json.loads((tmp_path / "run" / "args.json").read_text()) | {"dataset": few}
     (tmp_path / "run" / "args.json").write_text(json.dumps(saved))
-    assert re.search("64 training rows.* the run was .*448 training", exit_message(dpo, resume=str(tmp_path / "run")))
+    assert re.search("data was .*448 training.*, now .*64 training", exit_message(dpo, resume=str(tmp_path / "run")))
 
 
 # ---- killed and resumed
@@ -397,8 +392,8 @@ def test_two_ranks_train_as_one_process_does(tmp_path, two_ranks, script):
     for line, other in zip(lines, expected):
         assert line.keys() == other.keys()
         for key in line:
-            # Samples differ by rank; before the first step of DPO every margin is 0 but for its last bits.
-            if "pass@" not in key and not (script is dpo and key.endswith("pair_accuracy") | ("/accuracy" in key)):
+            # Before the first step of DPO every margin is 0 but for its last bits.
+            if not (script is dpo and key.endswith("pair_accuracy") | ("/accuracy" in key)):
                 assert line[key] == pytest.approx(other[key], rel=1e-4, abs=2e-5), (line["step"], key)
 
 

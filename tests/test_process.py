@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import warnings
 
 import pytest
 import tokenizers
@@ -25,6 +26,13 @@ def advantages_of(steps, group_size, num_tokens):
 # ---- steps in the text
 
 
+SUM = {"prompt": "59+4+94+97=", "answer": "254"}
+CLIPS = {  # as GSM8K has them
+    "prompt": "Natalia sold clips to 48 of her friends in April, half as many in May, and 1,200 to a shop. How many?",
+    "answer": "In May: 48/2 = <<48/2=24>>24\nBoth: 48+24 = <<48+24=72>>72\n1200+72=<<1200+72=1272>>1272\n#### 1272",
+}
+
+
 @pytest.mark.parametrize(
     "completion, steps",
     [
@@ -32,14 +40,69 @@ def advantages_of(steps, group_size, num_tokens):
         (r"\boxed{255}", []),
         ("", []),
         ("<think>59+4=63;63+9", [("<think>59+4=63;", 1.0)]),  # cut off
-        ("a1+1=3 or 1+1=2;", [("a1+1=3", 0.0), (" or 1+1=2;", 1.0)]),
+        ("a1+1=3 or 59+4=63;", [("a1+1=3", 0.0), (" or 59+4=63;", 1.0)]),
         ("1+=1;+2=2;1-1=0;", []),
-        ("7" * 5000 + "+1=2;", [("7" * 5000 + "+1=2;", 0.0)]),  # more digits than int() takes
+        ("7" * 5000 + "+1=2;", []),  # more digits than int() takes
+        ("5/0=5;", [("5/0=5;", 0.0)]),
+        ("94+63=157", [("94+63=157", 1.0)]),
+        ("59+4=63;59+4=63;4+59=63;63+94=157;", [("59+4=63;", 1.0), ("59+4=63;4+59=63;63+94=157;", 1.0)]),  # once
+        ("62+1=63;158-1=157", []),  # right sums, but not of this prompt
+        ("59*4=236;97-4=93;", []),
     ],
 )
-def test_the_rule_finds_sums_and_checks_each(completion, steps):
+def test_the_rule_finds_equations_and_checks_each(completion, steps):
     ends = itertools.accumulate(len(text) for text, _ in steps)
-    assert grpo_process.step_rewards(completion, {}) == list(zip(ends, [reward for _, reward in steps]))
+    assert grpo_process.step_rewards(completion, SUM) == list(zip(ends, [reward for _, reward in steps]))
+
+
+@pytest.mark.parametrize(
+    "completion, rewards",
+    [
+        ("48/2=24", [1]),
+        ("- In May: 48 / 2 = 24 clips.\n- In all: 48 + 24 = 72 clips.", [1, 1]),
+        (r"**May**: \(48 \div 2 = 24\), so $48 + 24 = 72$ and $1,200 + 72 = 1,272$", [1, 1, 1]),
+        ("$48 ÷ 2 = $24 and \\$1200 + \\$72 = \\$1272.", [1, 1]),
+        ("24 × 2 = 48, 24 \\times 2 = 49, 24 \\cdot 2 = 50, 72 − 48 = 24", [0, 0, 1]),  # 48 is given, not worked out
+        ("48 / 2 &= 24.0 \\\\ 48 + 24 &= 74", [1, 0]),
+        ("48 * 3 = 72", [0]),
+        ("10 * 2 = 20. 1 + 1 = 2. 47 + 1 = 48", []),  # right and of no use
+        ("x + 24 + 24 = 72, 2 * (48 + 24) = 72, (2 + 3) * 4 + 1 = 21, 48 * 2 + 1 = 24", []),  # parts of longer ones
+        ("48 / 2 = 24 + 0, 24 + 48 = 72 / 3 = 24.5, 48 / 2 = 24.5", [0, 0]),
+    ],
+)
+def test_steps_are_found_in_what_real_models_write(completion, rewards):
+    """Blanks, bullets, dollars, LaTeX, other signs, thousands."""
+    steps = grpo_process.step_rewards(completion, CLIPS)
+    assert [reward for _, reward in steps] == rewards
+    assert all(completion[:end].rstrip(";")[-1].isdigit() for end, _ in steps)
+
+
+@pytest.mark.parametrize(
+    "prompt, answer, completion, rewards",
+    [
+        ("What is 12 + 34 + 5?", "51", "12 + 34 = 46 and 46 + 5 = 51", [1, 1]),
+        ([{"role": "user", "content": "12+34="}], "46", "12+34=46", [1]),
+        ("How many?", "7", "3 + 4 = 7, 3 + 4 = 8", []),  # nothing says what is needed
+        ("How many?", None, "3 + 4 = 7", []),
+    ],
+)
+def test_what_a_row_needs_is_in_its_prompt_or_its_answer(prompt, answer, completion, rewards):
+    steps = grpo_process.step_rewards(completion, {"prompt": prompt, "answer": answer})
+    assert [reward for _, reward in steps] == rewards
+
+
+@pytest.mark.parametrize("terms", [[59, 4, 94], [10, 20, 30, 40, 50], [87, 39, 86, 12, 55, 61, 70, 23]])
+def test_endless_right_sums_earn_at_most_what_the_right_steps_earn(terms):
+    totals = list(itertools.accumulate(terms))
+    row = {"prompt": "+".join(map(str, terms)) + "=", "answer": str(totals[-1])}
+    right = [f"{total}+{term}={total + term};" for total, term in zip(totals, terms[1:])]
+    counted = [f"{i}+1={i + 1};" for i in range(totals[-1])]
+    below = [f"{total - 1}+1={total};" for total in totals]
+    earned = len(terms) - 1
+    for text in (right, right * 50, counted, counted + right * 9, below * 50, ["1+1=2;"] * 500, right[:1] * 500):
+        rewards = [reward for _, reward in grpo_process.step_rewards("".join(text), row)]
+        assert sum(rewards) == len(rewards) <= earned
+        assert len(rewards) == sum(step in text for step in right)
 
 
 # ---- steps among the tokens
@@ -212,6 +275,38 @@ def test_main_gives_each_token_the_rewards_of_the_steps_to_come(tmp_path, monkey
     assert torch.equal(seen[0][0]["advantages"], expected) and (expected != expected[:, :1]).any()
     assert line["reward/mean"] == pytest.approx(sum(rewards) / 16)
     assert line["rollout/live"] == 1 and sorted(row for _, rows in seen for row in rows) == list(range(16))
+
+
+def test_how_many_steps_were_found_by_hand(tmp_path, monkeypatch):
+    """One after each character of a text, and two more; that of the final answer does not count."""
+    lengths = []
+
+    def step_rewards(completion, _row):
+        lengths.append(len(completion) + 2)
+        return [(end, 0.0) for end in range(1, len(completion) + 3)]
+
+    monkeypatch.setattr(grpo_process, "step_rewards", step_rewards)
+    line, _ = train(tmp_path, monkeypatch, kl_coef=0.0)
+    assert len(lengths) == 16 and line["rollout/steps"] == pytest.approx(sum(lengths) / 16)
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_rollouts_without_any_step_are_told_of_once(steps, tmp_path, monkeypatch):
+    """Not evaluations, which are of the final answer; before training greedy completions here show no steps at all."""
+    monkeypatch.setattr(grpo_process, "step_rewards", lambda _, row: [(1, float(row["answer"]))] * steps)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("default")
+        line, _ = train(tmp_path, monkeypatch, kl_coef=0.0, num_steps=2)
+    told = [str(warning.message) for warning in told if "step_rewards" in str(warning.message)]
+    assert told == ["step_rewards found no step in a whole rollout: this is GRPO"] * (1 - steps)
+    assert line["rollout/steps"] == steps
+
+
+def test_the_shipped_rule_finds_steps_from_the_first_rollout_on(tmp_path, monkeypatch):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "step_rewards")
+        line, _ = train(tmp_path, monkeypatch, kl_coef=0.0, max_completion_length=48)
+    assert line["rollout/steps"] > 0
 
 
 def test_groups_of_equal_steps_cost_no_pass(tmp_path, monkeypatch):

@@ -200,7 +200,7 @@ def test_two_ranks_resume_after_a_kill(script, flags, tmp_path):
     process.communicate()
     last_state = max(int(path.name) for path in (run / "state").iterdir() if path.name.isdigit())
     output = finish(start(script, ["--resume", str(run), "--num-steps", str(max(4, last_state + 1))], kind=Ranks))
-    assert f"torchrun --nproc-per-node 2 {script}.py --resume {run}" in output
+    assert f"torchrun --shutdown-timeout 3600 --nproc-per-node 2 {script}.py --resume {run}" in output
     compared = [line for line in logged(run) if line["step"] <= 4 and line["step"] > 0]
     assert [line["step"] for line in compared] == [1, 2, 3, 4]
     for line, expected in zip(compared, logged(reference)[1:]):

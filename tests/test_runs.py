@@ -106,7 +106,7 @@ def test_a_run_of_another_script_is_refused(run, script):
 
 def test_a_run_of_an_own_script_with_its_own_reward_is_not_gone_on_with_by_another(run, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["my runs/own_reward.py"])
-    assert re.search("own_reward.py.* and the run was", exit_line(resume=str(run), num_steps=3))
+    assert re.search("entry was .*, now own_reward.py$", exit_line(resume=str(run), num_steps=3))
 
 
 def test_other_data_is_refused(run):
@@ -121,7 +121,7 @@ def test_an_edited_file_of_pairs_is_refused(tmp_path, script, name):
     (tmp_path / "pairs.jsonl").write_text("".join(lines))
     script.main(script.Args(dataset=str(tmp_path / "pairs.jsonl"), run_dir=str(tmp_path / "run"), **PAIRS))
     (tmp_path / "pairs.jsonl").write_text("".join(reversed(lines)))
-    assert "the run was" in exit_line(script, resume=str(tmp_path / "run"), num_steps=2)
+    assert re.search("data was .*, now ", exit_line(script, resume=str(tmp_path / "run"), num_steps=2))
 
 
 # ---- what may change when a run goes on
@@ -137,7 +137,7 @@ def test_what_would_change_the_result_is_refused_by_name(run):
 def test_speed_memory_and_schedule_may_change(run):
     given = {"num_steps": 4, "learning_rate": 1e-3, "eval_every": 3, "save_every": 3}
     given |= {"microbatch_tokens": 64, "rollout_batch_size": 1, "gradient_checkpointing": True}
-    assert {*grpo.MAY_CHANGE} == {*given, "resume", "track"}
+    assert {*grpo.MAY_CHANGE} == {*given, "resume", "track", "value_learning_rate"}
     grpo.main(grpo.Args(resume=str(run), **given))
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]

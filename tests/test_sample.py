@@ -82,7 +82,7 @@ def test_a_reward_that_needs_no_answers_is_kept_as_the_number_it_is(monkeypatch,
     write("rows.jsonl", [{"prompt": f"{i}+1="} for i in range(1, 9)])
     run("--dataset", "rows.jsonl", "--eval-prompts", 3, "--num-samples", 2, "--out", "a.jsonl")
     rows, shown = read("a.jsonl"), capsys.readouterr().out
-    assert [row["prompt"] for row in rows[::2]] == ["6+1=", "7+1=", "8+1="]
+    assert [row["prompt"] for row in rows[::2]] == ["1+1=", "5+1=", "8+1="]
     assert [row["reward"] for row in rows] == [len(row["completion"]) + 0.7 for row in rows]
     assert "mean reward" in shown and "accuracy" not in shown
 
@@ -97,7 +97,7 @@ def test_greedy_completions_are_those_of_an_evaluation_and_samples_are_of_the_se
     _, prompts, _ = grpo.load_prompts("sums.jsonl", tokenizer, "", args.max_prompt_length, 16)
     _, texts = grpo.rollout(model, tokenizer, prompts, 1, 0.0, stop_ids, args)
     assert [row["completion"] for row in read("a.jsonl")] == texts
-    assert [row["prompt"] for row in read("a.jsonl")] == [row["prompt"] for row in TEST[16:32]]
+    assert [row["prompt"] for row in read("a.jsonl")] == [row["prompt"] for row in prompts]
     for name, seed in (("c", 1), ("d", 1), ("e", 2)):
         run("--num-prompts", 8, "--num-samples", 2, "--seed", seed, "--out", f"{name}.jsonl")
     assert Path("c.jsonl").read_text() == Path("d.jsonl").read_text() != Path("e.jsonl").read_text()
@@ -105,9 +105,9 @@ def test_greedy_completions_are_those_of_an_evaluation_and_samples_are_of_the_se
 
 SMALL = [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(1, 6)]
 ROWS = [  # more than an evaluation has, of a test split; all of a small file; those of the data, without any input
-    (ROOT / "data/addition", ["--split", "test", "--eval-prompts", 4, "--num-prompts", 6], TEST[:6]),
+    (ROOT / "data/addition", ["--split", "test", "--eval-prompts", 4, "--num-prompts", 512], TEST),
     ("rows.jsonl", ["--split", "train", "--eval-prompts", 0], SMALL),
-    ("rows.jsonl", ["--split", "test", "--eval-prompts", 2], SMALL[3:]),
+    ("rows.jsonl", ["--split", "test", "--eval-prompts", 2], [SMALL[0], SMALL[4]]),
 ]
 
 
@@ -141,7 +141,7 @@ def test_another_model_is_sampled_by_its_template_and_sft_reads_back_what_it_was
     said = tokenizer.decode(prompts[0])
     assert ("Add." if system else "put your final answer within \\boxed{}." * (form != "gemma")) in said
     kept = read("a.jsonl")
-    assert len(kept) == len(prompts) == 6 and any(row["completion"].strip() for row in kept) and "4+1=" in said
+    assert len(kept) == len(prompts) == 6 and any(row["completion"].strip() for row in kept) and "3+1=" in said
     for row, prompt in zip(kept, prompts):
         ids, trained = sft.encode_row(tokenizer, row | {"completion": "5"}, "", stop_ids)
         assert ids[: trained.index(True)] == prompt
@@ -206,8 +206,8 @@ def test_the_rows_that_are_kept_are_of_samples_and_train(form, capsys):
     gave = {row["prompt"] for row in kept}
     said = f"written: a.jsonl\n{len(kept)} rows, {16 - len(gave)} of 16 prompts gave none\n16 prompts, 128 completions"
     assert said in capsys.readouterr().out and max(Counter(row["prompt"] for row in kept).values()) == 2
-    script, extra = (sft, {}) if form == "right" else (dpo, {"eval_dataset": ""})
-    sizes = {"num_steps": 1, "minibatch_size": 8, "eval_prompts": 0, "run_dir": "run"} | extra
+    script = sft if form == "right" else dpo
+    sizes = {"num_steps": 1, "minibatch_size": 8, "eval_prompts": 0, "run_dir": "run"}
     script.main(script.Args(model=grpo.MODEL, dataset="a.jsonl", **sizes))
     assert json.loads(Path("run/args.json").read_text())["run"]["data"][0].startswith(f"{len(kept)} training rows")
 

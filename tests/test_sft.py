@@ -75,7 +75,7 @@ def test_what_a_template_writes_after_the_stop_token_is_not_trained(tokenizer):
 def test_template_that_rewrites_history_is_an_error(tokenizer):
     """As Qwen3's does with the thoughts of earlier turns."""
     tokenizer.chat_template = "{% if messages|length > 2 %}+{% endif %}" + tokenizer.chat_template
-    with pytest.raises(ValueError, match="changes what comes before message 4"):
+    with pytest.raises(ValueError, match="changes what precedes message 4"):
         texts(tokenizer, {"messages": CHAT})
 
 
@@ -166,7 +166,7 @@ def test_messages_fine_tune_a_local_model(tmp_path):
     """Rows too long or with nothing to train are dropped and counted."""
     good = {"messages": [user("1+1="), assistant("\\boxed{2}")]}
     long, empty = ({"messages": [user(text), assistant(said)]} for text, said in (("1+" * 40, "2"), ("1+1=", " ")))
-    dataset = write_rows(tmp_path / "rows.jsonl", [*[good] * 8, long, empty, good, good])
+    dataset = write_rows(tmp_path / "rows.jsonl", [*[good] * 4, long, empty, *[good] * 6])
     lines = run(tmp_path, model=str(TINY), dataset=dataset, num_steps=8, learning_rate=1e-3)
     assert lines[-1]["eval/loss"] < lines[0]["eval/loss"]
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint")
@@ -182,9 +182,9 @@ ASKED, SAID = user("1+1="), assistant("two")
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"text": "1"}] * 5, "training row 1.* prompt, question or problem and .*; found text"),
+        ([{"text": "1"}] * 5, "training row .* prompt, question or problem and .*; found text"),
         ([{"prompt": "1+1=", "ground_truth": "2"}] * 5, "completion, answer or solution, .*found prompt, ground_truth"),
-        ([{"completion": "2"}] * 5, "training row 1.*found completion"),
+        ([{"completion": "2"}] * 5, "training row .*found completion"),
         ([{"messages": [user("1")]}] * 5, "too few rows.*: 0 training rows .*'without a token to train': 3"),
         ([{"prompt": "1", "completion": ""}] * 5, "too few rows.*: 0 training rows .*'without a token to train': 3"),
         ([{"prompt": "1", "completion": "2"}], "too few rows"),

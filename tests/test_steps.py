@@ -38,7 +38,7 @@ ROWS = [  # for every script
 SETTINGS = {"num_steps": NUM_STEPS, "learning_rate": 1e-3, "value_learning_rate": 2e-3}
 SETTINGS |= {"prompts_per_step": PROMPTS_PER_STEP, "group_size": GROUP_SIZE, "temperature": 0.8, "max_rounds": 2}
 SETTINGS |= {"max_completion_length": 12, "overlong_buffer": 4, "max_grad_norm": 0.25, "microbatch_tokens": 64}
-SETTINGS |= {"eval_prompts": 0, "eval_dataset": "", "beta": 0.1, "reward_model": "none", "seed": 3}
+SETTINGS |= {"eval_prompts": 0, "beta": 0.1, "reward_model": "none", "seed": 3}
 OWN = {"grpo without KL": {"kl_coef": 0.0, "update_epochs": 2}}
 OWN["ppo_rlhf"] = {"update_epochs": 2, "gamma": 0.99, "gae_lambda": 0.9, "kl_coef": 0.1, "missing_stop_penalty": 0.5}
 INPUTS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
@@ -155,7 +155,7 @@ def test_a_gradient_is_scaled_down_to_the_largest_norm(gradient, factor):
     torch.testing.assert_close(policy.weight.detach(), before - 0.2 * factor * torch.tensor([gradient]))
 
 
-def test_without_gradient_there_is_no_step_and_with_one_that_is_not_finite_the_run_ends():
+def test_without_a_finite_gradient_there_is_no_step_and_three_in_a_row_end_the_run():
     """AdamW would go on in the direction it had."""
     policy = linear_with_gradient([1.0, -1.0, 2.0])
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.1)
@@ -164,10 +164,14 @@ def test_without_gradient_there_is_no_step_and_with_one_that_is_not_finite_the_r
     policy.weight.grad = torch.zeros_like(policy.weight)
     assert grpo.step_optimizer(policy, optimizer, 0.1, 1.0) == 0
     assert torch.equal(policy.weight, before)
+    for number in (math.nan, math.inf, 1.0, math.nan, math.nan):
+        before = policy.weight.detach().clone()
+        policy.weight.grad = torch.tensor([[1.0, number, 0.0]])
+        assert math.isfinite(grpo.step_optimizer(policy, optimizer, 0.1, 1.0)) == (number == 1.0)
+        assert torch.equal(policy.weight, before) == (number != 1.0) and policy.weight.isfinite().all()
     policy.weight.grad = torch.tensor([[1.0, math.nan, 0.0]])
-    with pytest.raises(SystemExit, match="nan.*--learning-rate"):
+    with pytest.raises(SystemExit, match="nan three times in a row.*--learning-rate"):
         grpo.step_optimizer(policy, optimizer, 0.1, 1.0)
-    assert torch.equal(policy.weight, before)
 
 
 @pytest.mark.parametrize("script", [dr_grpo, gspo, cispo, reinforce])

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import warnings
+from dataclasses import fields
 
 import pytest
 import torch
@@ -73,10 +74,68 @@ def agree(batch, model, temperature=1.5):
         ("<think>1+2+3=", ""),
         ("<think>1+" + "9" * 10 + "=", ""),
         ("", ""),
+        # as real models write
+        ("So 12 + 34 =", " 46"),
+        ("So 12 + 34 = ", "46"),
+        ("1. In May: 48/2=", "24"),
+        ("- 48 - 50 =", " -2"),
+        (r"and $48 \times 2 =", " 96"),
+        (r"so \(48 \cdot 2=", "96"),
+        ("is $48 ÷ 2 =", " 24"),
+        ("is **72 − 48 =", " 24"),
+        (r"pay \$1,200 * \$1.50 =", " 1800"),
+        (r"x &= 24 × 2 =", " 48"),
+        ("about 10 / 4 =", " 2.5"),
+        ("about 10 / 3 =", " 3.3333"),
+        ("never 10 / 0 =", ""),
+        ("never 10 / 0.00 =", ""),
+        ("x + 12 + 34 =", ""),
+        ("(1 + 2) * 3 + 4 =", ""),
+        ("x^2 + 3 =", ""),
+        ("It is 12 + 34", ""),
+        ("He has 12 =", ""),
     ],
 )
 def test_the_calculator(text, reply):
     assert grpo_tools.tool_fn(text) == reply
+
+
+def test_the_system_prompt_of_real_models_teaches_a_call():
+    settings = {field.name: field.metadata for field in fields(grpo_tools.Args)}["system_prompt"]
+    call = settings["real"].partition("=")
+    assert call[1] and settings["embedded"] == "" and grpo_tools.tool_fn("".join(call[:2])) == " 408"
+    args = {field.name: field.metadata for field in fields(grpo.Args)}["system_prompt"]
+    assert "=" not in args["real"]
+
+
+def test_the_tool_is_asked_only_after_tokens_that_can_end_a_call(monkeypatch):
+    """The newest token is looked at alone; the window is decoded where it has the ending."""
+    tokenizer = grpo_tools.load_tokenizer(str(TINY))
+    asked, decoded, decode = [], [], tokenizer.decode
+
+    def tool(text):
+        asked.append(text)
+        return ""
+
+    ids = tokenizer("<think>12+34=46;46+8=54</think>", add_special_tokens=False)["input_ids"]
+    monkeypatch.setattr(tokenizer, "decode", lambda ids: decoded.append(ids) or decode(ids))
+    monkeypatch.setattr(grpo_tools, "tool_fn", tool)
+    for ends, times in (("=", 2), (";", 1), (None, len(ids))):
+        del asked[:], decoded[:]
+        if ends is not None:
+            tool.ends = ends
+        else:
+            del tool.ends  # one that says nothing of it is asked after every token
+        write = grpo_tools.make_writer(1, tokenizer, grpo_tools.Args(tool_tokens=64))
+        for i in ids:
+            write(torch.tensor([0]), torch.tensor([i]), torch.tensor([-0.5]), torch.tensor([False]))
+        assert len(asked) == sum(isinstance(tokens, list) for tokens in decoded) == times
+        assert all(text.endswith(ends or "") for text in asked)
+    assert asked[-1] == decode(ids)
+
+
+def test_the_shipped_tool_says_what_ends_its_calls():
+    assert grpo_tools.tool_fn.ends == "="
 
 
 @pytest.mark.parametrize("rollout_batch_size", [0, 5])
@@ -193,6 +252,7 @@ def test_without_replies_it_is_grpo_without_kl_bit_for_bit(monkeypatch, tmp_path
     kept = [
         [{key: row[key] for key in row if key[:5] != "perf/" and "tool" not in key} for row in run] for run in lines
     ]
+    assert [row.pop("rollout/calls") for row in kept[1][1:]] == [0, 0]
     assert kept[0] == kept[1] and lines[1][1]["rollout/tool_tokens"] == 0
     states = [(tmp_path / name / "checkpoint" / "model.safetensors").read_bytes() for name in ("grpo", "grpo_tools")]
     assert states[0] == states[1]
@@ -261,7 +321,36 @@ def test_how_often_the_tool_was_used_by_hand(monkeypatch, tmp_path):
     texts = next(texts for batch, texts in batches if "advantages" in batch)
     calls = sum(text.startswith("\\boxed{7}") for text in texts)
     assert 0 < calls < 16
-    assert line["rollout/tool_use"] == pytest.approx(calls / 16)
+    assert line["rollout/tool_use"] == line["rollout/calls"] == pytest.approx(calls / 16)
     assert line["rollout/tool_tokens"] == pytest.approx(2 * calls / 16)
     evaluated = [json.loads(row) for row in (run / "eval_samples.jsonl").read_text().splitlines()]
     assert any("\\boxed{7}" in row["completion"] for row in evaluated)  # evaluations have the tool, too
+
+
+def test_calls_are_counted_each(monkeypatch, tmp_path):
+    """A reply after every digit that was drawn: some completions have several."""
+    tool = lambda text: ";" if text[-1:].isdigit() else ""  # noqa: E731
+    monkeypatch.setattr(grpo_tools, "tool_fn", tool)
+    batches, rollout = [], grpo_tools.rollout
+    monkeypatch.setattr(grpo_tools, "rollout", lambda *given: batches.append(rollout(*given)) or batches[-1])
+    run = tmp_path / "run"
+    sizes = {"num_steps": 1, "prompts_per_step": 4, "group_size": 4, "minibatch_size": 8, "eval_prompts": 0}
+    grpo_tools.main(grpo_tools.Args(run_dir=str(run), **sizes))
+    line = json.loads((run / "metrics.jsonl").read_text().splitlines()[1])
+    runs = [
+        sum(not drawn for drawn, _ in itertools.groupby(row[mask == 1].isfinite().tolist()))
+        for row, mask in zip(batches[0][0]["sampler_logprobs"], batches[0][0]["completion_mask"])
+    ]
+    assert max(runs) > 1 and line["rollout/calls"] == pytest.approx(sum(runs) / 16)
+    assert line["rollout/tool_use"] == pytest.approx(sum(count > 0 for count in runs) / 16)
+
+
+@pytest.mark.parametrize("reply", ["", "7"])
+def test_evaluations_without_any_call_are_told_of_once(reply, monkeypatch, tmp_path):
+    monkeypatch.setattr(grpo_tools, "tool_fn", lambda _: reply)
+    sizes = {"num_steps": 1, "prompts_per_step": 4, "group_size": 4, "minibatch_size": 8, "eval_prompts": 4}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("default")
+        grpo_tools.main(grpo_tools.Args(run_dir=str(tmp_path / "run"), **sizes))  # two evaluations
+    told = [str(warning.message) for warning in told if "tool_fn" in str(warning.message)]
+    assert told == ["tool_fn was not called in an evaluation"] * (reply == "")

@@ -313,6 +313,9 @@ def main(args):
         answer = "fits" if peak <= USABLE * args.gpu_gb * 1e9 else "does not fit"
         remedy = as_flags(fit, settings) if fit else "no flags of this script: more GPUs, or shorter completions"
         print(f"{answer} in {args.gpu_gb:g} GB" + ("" if answer == "fits" else f"; what would: {remedy}"))
+    whole, state = models["policy"].blocks + models["policy"].root, 4 if settings.lora_rank else 12
+    print(f"host memory at start: {in_gb(4 * whole * args.ranks)} GB, each rank reads the whole model")
+    print(f"disk: {in_gb((4 + state) * whole)} GB a run, {in_gb((4 + 2 * state) * whole)} GB while it saves")
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def parse_args(line=None):
     add = parser.add_argument
     add("--prompt", action="append", default=[], help="a prompt of your own; may be given repeatedly")
     add("--split", choices=("test", "train"), default="test", help="held-out rows, or training's")
-    add("--num-prompts", type=int, help="the first of the split (default: as many as --eval-prompts)")
+    add("--num-prompts", type=int, help="a sample of the split (default: as many as --eval-prompts)")
     add("--num-samples", type=int, default=4, help="completions per prompt (default: 4)")
     add("--temperature", type=float, default=1.0, help="0 is greedy, one completion (default: 1)")
     add("--rollout-batch-size", type=int, default=128, help="most decoded at once (default: 128)")
@@ -64,7 +64,7 @@ def parse_args(line=None):
 
 
 def load_rows(given, args, tokenizer):
-    """Rows as load_prompts has them: one's own prompts, or the first of the split."""
+    """Rows as load_prompts has them: one's own prompts, or a sample of the split."""
     settings = (tokenizer, args.system_prompt, args.max_prompt_length)
     for number, text in enumerate(given.prompt, 1):
         with grpo.one_line(f"prompt {number}, {text[:60]!r}"):
@@ -73,7 +73,7 @@ def load_rows(given, args, tokenizer):
                 raise ValueError(row)
         yield row
     if not given.prompt:
-        held_out = max(args.eval_prompts, given.num_prompts or 0) if given.split == "test" else args.eval_prompts
+        held_out = given.num_prompts or args.eval_prompts if given.split == "test" else args.eval_prompts
         train, test, report = grpo.load_prompts(args.dataset, *settings, held_out)
         print(*report, sep="\n")
         if given.split == "test" and not test:

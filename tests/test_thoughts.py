@@ -1,0 +1,99 @@
+"""Chat templates that open a thought, and those that write one before an answer that has none."""
+
+import json
+from types import SimpleNamespace
+
+import datasets
+import pytest
+import torch
+from test_models import make_folder, make_tokenizer
+
+import dpo
+import grpo
+import grpo_process
+import reward_model
+import sft
+
+TURN = "<|im_start|>{{ m.role }}\n"
+LATER = "{{ m.content.split('</think>')[-1].strip() }}<|im_end|>\n"  # the thoughts of a finished turn are left out
+THOUGHT = "{% set parts = m.content.split('</think>') %}"
+THOUGHT += "<think>\n{{ parts[0].split('<think>')[-1].strip() if parts|length > 1 }}\n</think>\n\n"
+
+
+def template(before_answer, opening):
+    """Of ChatML, with this before every answer of the assistant, and this at the end of a prompt."""
+    turns = f"{TURN}{{% if m.role == 'assistant' %}}{before_answer}{{% endif %}}{LATER}"
+    prompt = f"{{% if add_generation_prompt %}}<|im_start|>assistant\n{opening}{{% endif %}}"
+    return f"{{% for m in messages %}}{turns}{{% endfor %}}{prompt}"
+
+
+TEMPLATES = {  # of the form of
+    "DeepSeek-R1-Distill, QwQ": template("", "<think>\n"),
+    "Qwen3": template(THOUGHT, ""),
+    "Qwen3-Thinking": template(THOUGHT, "<think>\n"),
+}
+PROMPT = "<|im_start|>user\n17*3=<|im_end|>\n<|im_start|>assistant\n"
+ROWS = [{"prompt": "17*3=", "chosen": "<think>50+1</think>51", "rejected": "50"}] * 4
+
+
+@pytest.fixture(autouse=True)
+def cache_in_temporary_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def tokenizer_of(form):
+    return make_tokenizer(["<|endoftext|>", "<|im_start|>", "<|im_end|>"], TEMPLATES[form])
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize("form", TEMPLATES)
+def test_a_thought_that_the_prompt_opens_is_the_completions(form, monkeypatch):
+    tokenizer = tokenizer_of(form)
+    opened = form != "Qwen3"
+    completions = [r"17*3... maybe \boxed{51}?", r"maybe \boxed{50}? no</think>\boxed{51}<|im_end|>"]
+    rows = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in completions]
+    ids, mask = grpo.pad_left([row[::-1] for row in rows], 0, "cpu")
+    monkeypatch.setattr(grpo, "generate", lambda *_: (ids.flip(1), mask.flip(1), mask.float()))
+    prompt = {"prompt": "17*3=", "prompt_ids": grpo.encode_prompt(tokenizer, "17*3=", "")}
+    assert tokenizer.decode(prompt["prompt_ids"]) == PROMPT + "<think>\n" * opened
+    model = SimpleNamespace(parameters=lambda: iter([torch.zeros(1)]))
+    stop_ids = [grpo.find_turn_end(tokenizer)]
+    _, texts = grpo.sample_completions(model, tokenizer, [prompt], 2, 1.0, stop_ids, grpo.Args(max_completion_length=9))
+    assert texts == ["<think>" * opened + text.removesuffix("<|im_end|>") for text in completions]
+    assert [grpo.is_right(text, "51") for text in texts] == [not opened, True]
+    steps = grpo_process.find_steps(tokenizer, rows[1], texts[1], {"prompt": "17*3=", "answer": "51"}, 1.0)
+    assert steps[-1] == (len(rows[1]), 1.0)
+
+
+@pytest.mark.parametrize("script", [dpo, reward_model])
+def test_a_pair_is_trained_as_the_template_writes_a_finished_chat(script, tmp_path):
+    dataset = write(tmp_path / "pairs.jsonl", ROWS)
+    for form in ("Qwen3", "Qwen3-Thinking"):
+        tokenizer = tokenizer_of(form)
+        (pair, *_), _, _ = script.load_pairs(dataset, tokenizer, "", 99, 99, 1, grpo.find_turn_end(tokenizer))
+        for name, text in (("chosen", "50+1\n</think>\n\n51"), ("rejected", "\n</think>\n\n50")):
+            whole = tokenizer.decode(pair["prompt_ids"] + pair[f"{name}_ids"])
+            assert whole == f"{PROMPT}<think>\n{text}<|im_end|>"
+    tokenizer = tokenizer_of("DeepSeek-R1-Distill, QwQ")
+    with pytest.raises(SystemExit, match="training row [0-9], .*the chat template ends a prompt in .*think") as caught:
+        script.load_pairs(dataset, tokenizer, "", 99, 99, 1, grpo.find_turn_end(tokenizer))
+    assert "\n" not in caught.value.code
+
+
+def test_an_example_is_trained_as_the_template_writes_a_finished_chat(tmp_path):
+    dataset = write(tmp_path / "rows.jsonl", [{"prompt": "17*3=", "completion": "51"}] * 4)
+    for form in TEMPLATES:
+        tokenizer = tokenizer_of(form)
+        args = sft.Args(model=make_folder(tmp_path / form[:5], tokenizer), dataset=dataset, eval_prompts=1)
+        args = sft.resolve_args(args)
+        if form.startswith("DeepSeek"):
+            with pytest.raises(SystemExit, match="changes what precedes message 2, its generation prompt perhaps"):
+                sft.load_conversations(args, tokenizer)
+            continue
+        row = sft.load_conversations(args, tokenizer)[0][0]
+        trained = tokenizer.decode([i for i, on in zip(row["ids"], row["trained"]) if on])
+        assert trained == "<think>\n" * (form == "Qwen3") + "\n</think>\n\n51<|im_end|>"
