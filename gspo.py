@@ -142,7 +142,7 @@ def is_right(completion, answer):
 
 
 def reward_fn(completion, answer):
-    """Return the reward of a completion. Edit this function, or assign another one to the module."""
+    """Return the reward of a completion. Edit this function, or assign another to the module."""
     return float(is_right(completion, answer))
 
 
@@ -233,7 +233,7 @@ def main(args):
     args = resolve_args(args)
     check_args(args, world_size)
     if args.group_size < 2:
-        raise SystemExit(f"--group-size {args.group_size}: must be at least 2, one alone has advantage 0")
+        raise SystemExit(f"--group-size {args.group_size}: must be at least 2: one has advantage 0")
     tokenizer = load_tokenizer(args.model)
     train_prompts, eval_prompts, report = load_prompts(
         args.dataset, tokenizer, args.system_prompt, args.max_prompt_length, args.eval_prompts
@@ -367,8 +367,9 @@ def check_args(args, world_size):
     completions = getattr(args, "prompts_per_step", 0) * getattr(args, "group_size", 1)
     for name, value in vars(args).items():
         flag, zero = f"--{name.replace('_', '-')} {value}", name in MAY_BE_0
-        if type(value) in (int, float) and not (0 < value < math.inf or (value == 0 and zero)):
-            raise SystemExit(f"{flag}: must be {'at least' if zero else 'more than'} 0, and finite")
+        most = 1 if name.endswith("learning_rate") else math.inf
+        if type(value) in (int, float) and not (0 < value < most or (value == 0 and zero)):
+            raise SystemExit(f"{flag}: must be {'>=' if zero else '>'} 0 and < {most}")
         if name in ("prompts_per_step", "minibatch_size") and value % world_size:
             raise SystemExit(f"{flag} does not divide over {world_size} ranks")
         if name == "minibatch_size" and completions % value:
@@ -381,10 +382,10 @@ def load_tokenizer(name, flag="--model"):
     """Return the tokenizer of a model."""
     transformers.logging.set_verbosity_error()  # what matters is said in one line
     transformers.logging.disable_progress_bar()
-    with one_line(f"{flag} {name}: no model there (in a run it is checkpoint/) or on the hub"):
+    with one_line(f"{flag} {name}: no model (in a run: checkpoint/) or tokenizer here or on the hub"):
         tokenizer = AutoTokenizer.from_pretrained(name)
-        if tokenizer.chat_template == "":
-            raise ValueError("its chat template is empty")
+        if len(tokenizer) < 2 or tokenizer.chat_template == "":
+            raise ValueError("its tokenizer or chat template is empty")
         return tokenizer
 
 
@@ -397,7 +398,7 @@ def load_prompts(dataset, tokenizer, system_prompt, max_prompt_length, num_held_
 def load_rows(dataset, num_held_out, read, flag="--dataset"):
     """Return training and held-out rows as read makes them, and a line about each split."""
     kind = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}.get(Path(dataset).suffix)
-    with one_line(f"{flag} {dataset}: not there, not on the hub, empty or damaged"):
+    with one_line(f"{flag} {dataset}: no json, jsonl, csv, parquet, folder or hub data, or empty or damaged"):
         splits = load_dataset(kind, data_files=str(dataset)) if kind else load_dataset(*str(dataset).split(":"))
         train, test = list(splits["train"]), splits.get("test") or splits.get("validation")
     source = list(test or train)
@@ -735,8 +736,7 @@ def load_state(run_dir, policy, optimizer):
         planner = dcp.DefaultLoadPlanner(allow_partial_load=True)  # unused weights have none
         dcp.load({"optimizer": moments}, checkpoint_id=path, planner=planner)
         dcp_state.set_state_dict(policy, optimizer, model_state_dict=model, optim_state_dict=moments)
-    logs = [*run_dir.glob("metrics.jsonl"), *run_dir.glob("*samples.jsonl")]
-    for log in logs if dist.get_rank() == 0 else ():
+    for log in [*run_dir.glob("metrics.jsonl"), *run_dir.glob("*samples.jsonl")] * (dist.get_rank() == 0):
         with one_line(f"{log} is damaged"), log.open("r+b") as file:
             kept = [line for line in file if line.endswith(b"\n") and json.loads(line)["step"] <= int(path.name)]
             file.truncate(sum(map(len, kept)))
@@ -750,7 +750,7 @@ def catch_signals():
     def request_stop(signum, _frame):
         received.append(signum)
         signal.signal(signum, signal.SIG_DFL)
-        os.write(2, b"\nstopping after this step, which is saved; once more to stop at once\n")
+        os.write(2, b"\nstopping after this step; once more to stop at once\n")
 
     signal.signal(signal.SIGINT, request_stop)
     signal.signal(signal.SIGTERM, request_stop)
@@ -783,7 +783,7 @@ def gathered(policy):
 def rollout(model, tokenizer, prompts, num_samples, temperature, stop_ids, args):
     """Sample and score num_samples completions of each prompt; return tensors (B, ...), texts."""
     batch, texts = sample_completions(model, tokenizer, prompts, num_samples, temperature, stop_ids, args)
-    with one_line(f"score_completions has to return {len(texts)} finite numbers"):
+    with one_line(f"score_completions has to return {len(texts)} finite numbers; are there answers?"):
         rewards = score_completions(texts, [prompt for prompt in prompts for _ in range(num_samples)])
         batch["rewards"] = torch.tensor([float(reward) for reward in rewards], device=batch["lengths"].device)
         if len(rewards) != len(texts) or not batch["rewards"].isfinite().all():

@@ -82,7 +82,7 @@ class Args:
     dataset: str | None = None
     """json, jsonl, csv or parquet file, folder, or hub name as in openai/gsm8k:main (default: data/addition)"""
     reward_model: str | None = by_model(str(Path(__file__).parent / "models/tiny-reward"), "")
-    """folder or hub name, or none to train on reward_fn (embedded: models/tiny-reward; real: to be given)"""
+    """folder, hub name, or none to train on reward_fn (embedded: models/tiny-reward; real: to be given)"""
     ptx_dataset: str | None = by_model(str(Path(__file__).parent / "data/addition/sft.jsonl"), "")
     """rows with text, or prompt and completion (embedded: data/addition/sft.jsonl; real: to be given)"""
     system_prompt: str = ""
@@ -166,7 +166,7 @@ def is_right(completion, answer):
 
 
 def reward_fn(completion, answer):
-    """Return the reward of a completion. Edit this function, or assign another one to the module."""
+    """Return the reward of a completion. Edit this function, or assign another to the module."""
     return float(is_right(completion, answer))
 
 
@@ -179,7 +179,7 @@ def score_completions(completions, rows):
 
 
 def score_batch(reward_model, batch, policy, args):
-    """Normalised scores (B,) of a rollout (without reward model its rewards), less the missing-stop penalty."""
+    """Normalised scores (B,) of a rollout (without reward model its rewards), less the stop penalty."""
     scores = batch["rewards"]
     if reward_model is not None:
         [scores] = look_up(reward_model, batch, args.microbatch_tokens)
@@ -202,7 +202,7 @@ def token_rewards(scores, old_logprobs, ref_logprobs, completion_mask, kl_coef):
 
 
 def compute_advantages(rewards, values, completion_mask, gamma, gae_lambda):
-    """Generalized advantage estimation (arXiv 1506.02438, eq. 16), and returns, the targets of the values.
+    """Generalized advantage estimation (arXiv 1506.02438, eq. 16), and returns, the values' targets.
 
     All (B, T), completions padded on the right; the value after the last token is 0 -> advantages, returns (B, T).
     """
@@ -294,7 +294,7 @@ def value_loss(values, old_values, returns, completion_mask, value_clip_eps):
 
 
 def accumulate_ptx(policy, batch, args):
-    """Add ptx_coef times the gradient of the mean loss on the tokens of the texts of all ranks."""
+    """Add ptx_coef times the gradient of the mean loss per token of the texts of all ranks."""
     rows = torch.arange(len(batch["lengths"]), device=batch["lengths"].device)
     total, num_tokens = 0.0, all_reduce(batch["loss_mask"].sum())
     for part in microbatches(batch, rows, args.microbatch_tokens):
@@ -307,7 +307,7 @@ def accumulate_ptx(policy, batch, args):
 
 
 def accumulate_gradients(policy, batch, rows, divisor, on_policy, args):
-    """Add the gradients of both losses over the rows of all ranks, over divisor; return summed metrics."""
+    """Add the gradients of both losses over all ranks' rows, over divisor; return summed metrics."""
     totals = Counter()
     for part in microbatches(batch, rows, args.microbatch_tokens):
         logprobs, entropies, values = policy(
@@ -394,7 +394,7 @@ def main(args):
             mask = batch["completion_mask"]
             clock["rollout"] = time.perf_counter()
 
-            # scores, values and log-probabilities before the update; from them rewards and advantages
+            # scores, values and log-probabilities before the update; rewards, advantages
             orders = [torch.randperm(len(texts), device=device) for _ in range(args.update_epochs)]
             minibatches = [rows for order in orders for rows in order.tensor_split(minibatches_per_epoch)]
             batch["scores"] = score_batch(reward_model, batch, policy, args)
@@ -519,8 +519,9 @@ def check_args(args, world_size):
     completions = getattr(args, "prompts_per_step", 0) * getattr(args, "group_size", 1)
     for name, value in vars(args).items():
         flag, zero = f"--{name.replace('_', '-')} {value}", name in MAY_BE_0
-        if type(value) in (int, float) and not (0 < value < math.inf or (value == 0 and zero)):
-            raise SystemExit(f"{flag}: must be {'at least' if zero else 'more than'} 0, and finite")
+        most = 1 if name.endswith("learning_rate") else math.inf
+        if type(value) in (int, float) and not (0 < value < most or (value == 0 and zero)):
+            raise SystemExit(f"{flag}: must be {'>=' if zero else '>'} 0 and < {most}")
         if name in ("prompts_per_step", "minibatch_size") and value % world_size:
             raise SystemExit(f"{flag} does not divide over {world_size} ranks")
         if name == "minibatch_size" and completions % value:
@@ -533,10 +534,10 @@ def load_tokenizer(name, flag="--model"):
     """Return the tokenizer of a model."""
     transformers.logging.set_verbosity_error()  # what matters is said in one line
     transformers.logging.disable_progress_bar()
-    with one_line(f"{flag} {name}: no model there (in a run it is checkpoint/) or on the hub"):
+    with one_line(f"{flag} {name}: no model (in a run: checkpoint/) or tokenizer here or on the hub"):
         tokenizer = AutoTokenizer.from_pretrained(name)
-        if tokenizer.chat_template == "":
-            raise ValueError("its chat template is empty")
+        if len(tokenizer) < 2 or tokenizer.chat_template == "":
+            raise ValueError("its tokenizer or chat template is empty")
         return tokenizer
 
 
@@ -623,7 +624,7 @@ def encode_prompt(tokenizer, prompt, system_prompt):
 def load_rows(dataset, num_held_out, read, flag="--dataset"):
     """Return training and held-out rows as read makes them, and a line about each split."""
     kind = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}.get(Path(dataset).suffix)
-    with one_line(f"{flag} {dataset}: not there, not on the hub, empty or damaged"):
+    with one_line(f"{flag} {dataset}: no json, jsonl, csv, parquet, folder or hub data, or empty or damaged"):
         splits = load_dataset(kind, data_files=str(dataset)) if kind else load_dataset(*str(dataset).split(":"))
         train, test = list(splits["train"]), splits.get("test") or splits.get("validation")
     source = list(test or train)
@@ -1010,8 +1011,7 @@ def load_state(run_dir, policy, optimizer):
         planner = dcp.DefaultLoadPlanner(allow_partial_load=True)  # unused weights have none
         dcp.load({"optimizer": moments}, checkpoint_id=path, planner=planner)
         dcp_state.set_state_dict(policy, optimizer, model_state_dict=model, optim_state_dict=moments)
-    logs = [*run_dir.glob("metrics.jsonl"), *run_dir.glob("*samples.jsonl")]
-    for log in logs if dist.get_rank() == 0 else ():
+    for log in [*run_dir.glob("metrics.jsonl"), *run_dir.glob("*samples.jsonl")] * (dist.get_rank() == 0):
         with one_line(f"{log} is damaged"), log.open("r+b") as file:
             kept = [line for line in file if line.endswith(b"\n") and json.loads(line)["step"] <= int(path.name)]
             file.truncate(sum(map(len, kept)))
@@ -1019,13 +1019,15 @@ def load_state(run_dir, policy, optimizer):
 
 
 def measure_scores(policy, reward_model, tokenizer, prompts, stop_ids, args, rank, world_size):
-    """Set mean and deviation of raw scores to those of samples of the initial model."""
+    """Set mean and deviation of scores to those of the initial model's samples."""
     torch.manual_seed((args.seed * 1_000_003 + rank) % 2**63)
     picked = pick_rows(prompts, 0, NORM_SAMPLES, args.seed)[rank::world_size]
     with gathered(policy) as sampler:
         batch, _ = rollout(sampler, tokenizer, picked, 1, args.temperature, stop_ids, args)
     [scores] = look_up(reward_model, batch, args.microbatch_tokens)
     mean, variance = mean_and_variance(scores)
+    if not math.isfinite(variance):
+        raise SystemExit(f"--reward-model {args.reward_model}: its scores are not finite")
     policy.score_mean.fill_(mean)
     policy.score_std.fill_(max(variance**0.5, 1e-6))
 
@@ -1056,7 +1058,7 @@ def gathered(policy):
 def rollout(model, tokenizer, prompts, num_samples, temperature, stop_ids, args):
     """Sample and score num_samples completions of each prompt; return tensors (B, ...), texts."""
     batch, texts = sample_completions(model, tokenizer, prompts, num_samples, temperature, stop_ids, args)
-    with one_line(f"score_completions has to return {len(texts)} finite numbers"):
+    with one_line(f"score_completions has to return {len(texts)} finite numbers; are there answers?"):
         rewards = score_completions(texts, [prompt for prompt in prompts for _ in range(num_samples)])
         batch["rewards"] = torch.tensor([float(reward) for reward in rewards], device=batch["lengths"].device)
         if len(rewards) != len(texts) or not batch["rewards"].isfinite().all():
@@ -1146,7 +1148,7 @@ def catch_signals():
     def request_stop(signum, _frame):
         received.append(signum)
         signal.signal(signum, signal.SIG_DFL)
-        os.write(2, b"\nstopping after this step, which is saved; once more to stop at once\n")
+        os.write(2, b"\nstopping after this step; once more to stop at once\n")
 
     signal.signal(signal.SIGINT, request_stop)
     signal.signal(signal.SIGTERM, request_stop)

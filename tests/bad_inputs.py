@@ -338,7 +338,7 @@ def row_cases():
         rows = [{"prompt": "1+1=", "completion": value if i == 6 else "=2"} for i in range(12)]
         yield row_case("sft", f"completion a {name}", rows, "row 7", "completion|content of a message")
         yield row_case("sft", f"messages a {name}", seventh("sft", messages=value), "row 7", "messages")
-    yield row_case("reinforce", "answers bools", [{"prompt": "1+1=", "answer": True}] * 12, "row 1", "bool|True|true")
+    yield row_case("reinforce", "answers bools", [{"prompt": "1+1=", "answer": True}] * 12, "row ", "bool|True|true")
     yield row_case("sft", "messages a string", seventh("sft", messages="hi"), "row 7", "messages")
     for number, (name, messages) in enumerate(MESSAGES.items()):
         words, pair_script = ("row 7", "role|content"), in_turn(number, PAIRED)
@@ -387,7 +387,7 @@ def whole_file_cases():
         ("sft", "no messages", {"messages": []}, ("train|messages",)),
         ("sft", "completions too long", {"prompt": "1", "completion": "1" * 99}, ("longer|too long",)),
         ("sft", "answers empty", {"question": "1+1=", "answer": ""}, ("too few", "token to train")),
-        ("sft", "answers numbers", {"question": "1+1=", "answer": 2}, ("row 1", "must be a text")),
+        ("sft", "answers numbers", {"question": "1+1=", "answer": 2}, ("row ", "must be a text")),
         ("sft", "questions without answers", {"question": "1+1=", "score": 1}, ("completion", "found question, score")),
         ("sft", "solutions without problems", {"solution": "2"}, ("prompt", "found solution")),
     ):
@@ -547,7 +547,7 @@ RUNS = {
     "args.json of another rank of adapters": (edited("args.json", lora_rank=2), ("state", "lora_a")),
     "a run of another script": (edit_run(script="another"), ("another",)),
     "a run on other data": (edit_run(data=["9 training rows (0)"]), ("9 training rows",)),
-    "a run of more ranks": (edit_run(ranks=9), ("ranks\\W+9",)),
+    "a run of more ranks": (edit_run(ranks=9), ("ranks was 9",)),
     "no state": (lambda f: shutil.rmtree(f / "state"), ("state",)),
     "state empty": (lambda f: (shutil.rmtree(f / "state"), (f / "state").mkdir()), ("state",)),
     "state without .metadata": (in_state(lambda s: (s / ".metadata").unlink()), ("state",)),

@@ -392,10 +392,16 @@ MUTANTS = r"""
 # zero_grad is forgotten @ ALL
 - optimizer.zero_grad()
 + pass
-! test_steps.py::test_without_gradient_there_is_no_step_and_with_one_that_is_not_finite_the_run_ends
+! test_steps.py::test_without_a_finite_gradient_there_is_no_step_and_three_in_a_row_end_the_run
 # AdamW makes a step without any gradient @ ALL
--     if grad_norm > 0:
-+     if grad_norm >= 0:
+-     if 0 < grad_norm < math.inf:
++     if 0 <= grad_norm < math.inf:
+# a gradient that is not finite reaches the weights @ ALL
+-     if 0 < grad_norm < math.inf:
++     if grad_norm != 0:
+# steps that were skipped are counted over the whole run @ ALL
+- optimizer.skipped = 0 if math.isfinite(grad_norm) else getattr(optimizer, "skipped", 0) + 1
++ optimizer.skipped = getattr(optimizer, "skipped", 0) + (not math.isfinite(grad_norm))
 ! test_steps.py::test_the_learning_rate_rises_over_the_warm_up / each
 # the warm-up begins one step late, at learning rate 0 @ OLD ppo_rlhf
 - optimizer_step = (step - 1) * len(minibatches) + update + 1
@@ -505,10 +511,14 @@ MUTANTS = r"""
 # accuracy is of samples, not of greedy completions @ ONLINE
 - rollout(model, tokenizer, rows, 1, 0.0, stop_ids, args)
 + rollout(model, tokenizer, rows, 1, args.temperature, stop_ids, args)
-! test_data.py::test_a_file_gives_its_last_rows_as_held_out
+! test_data.py::test_a_file_gives_a_sample_of_its_rows_as_held_out
 # held-out rows are trained on @ ALL
-- train, held_out = train[:cut], train[cut:]
-+ held_out = train[cut:]
+- rest = range(len(train)) if test else sorted({*range(len(train))} - {*held_out})
++ rest = range(len(train))
+! test_data.py::test_held_out_rows_of_sorted_data_are_from_all_over
+# the last rows are held out @ ALL
+- held_out = sorted(torch.randperm(len(source), generator=generator)[:num_held_out].tolist())
++ held_out = [*range(len(source))][max(0, len(source) - num_held_out) :]
 ! test_data.py::test_a_pass_covers_every_row_once
 # every pass over the data has the same order @ ALL
 - torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
@@ -613,22 +623,26 @@ MUTANTS = r"""
 # log-probabilities of a completion are averaged, not summed @ dpo
 - logprobs.sum(1).view(2, -1)
 + logprobs.mean(1).view(2, -1)
-! test_preferences.py::test_numbers_of_pairs_are_in_their_order
+! test_preferences.py::test_sums_of_log_probabilities_are_in_the_order_of_the_pairs
 # pairs have the reference of other pairs @ dpo
 - found[:, [own[i] for i in part["rows"].tolist()]]
 + found[:, own[: len(part["rows"])]]
 ! test_pairs.py::test_every_form_is_encoded_with_the_chat_template_and_a_stop_token
 # chosen and rejected are swapped in the data @ dpo reward_model
-- "chosen_ids": chosen_ids, "rejected_ids": rejected_ids,
-+ "chosen_ids": rejected_ids, "rejected_ids": chosen_ids,
+- "chosen_ids": chosen_ids, "rejected_ids": rejected_ids}
++ "chosen_ids": rejected_ids, "rejected_ids": chosen_ids}
 ! test_pairs.py::test_every_completion_ends_in_one_stop_token
 # completions of pairs have no stop token @ dpo reward_model
-- (ids if ids[-1:] == [stop_id] else [*ids, stop_id] for ids in encoded)
-+ (ids for ids in encoded)
+- return ids[: ids.index(stop_id) + 1]
++ return ids[: ids.index(stop_id)]
 ! test_pairs.py::test_only_the_prompt_begins_with_a_bos_token
 # completions of pairs begin with a BOS token @ dpo reward_model
-- tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts
-+ tokenizer(text)["input_ids"] for text in texts
+- ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], stop_id]
++ ids = [*tokenizer(text)["input_ids"], stop_id]
+! test_thoughts.py::test_a_pair_is_trained_as_the_template_writes_a_finished_chat
+# what the template writes before an answer is left out @ dpo reward_model
+- text = whole.removeprefix(start)
++ text = text + tokenizer.decode([stop_id])
 ! test_preferences.py::test_reward_model_loss_by_hand
 # the reward model prefers the rejected completion @ reward_model
 - margins = chosen_scores - rejected_scores
@@ -880,8 +894,16 @@ MUTANTS = r"""
 - bisect.bisect_left(range(len(ids)), end
 + bisect.bisect_right(range(len(ids)), end
 # a part of a character counts as the character @ grpo_process
-- len(os.path.commonprefix([tokenizer.decode(ids[:tokens], skip_special_tokens=True), completion]))
-+ len(tokenizer.decode(ids[:tokens], skip_special_tokens=True))
+- return len(os.path.commonprefix([text, completion]))
++ return len(text)
+! test_thoughts.py::test_a_thought_that_the_prompt_opens_is_the_completions
+# a thought that the prompt opened is taken for the answer @ SAMPLED
+- return batch, ["<think>" * begun + text for begun, text in zip(opened, texts)]
++ return batch, texts
+! test_dapo.py::test_step_without_any_signal_changes_nothing
+# groups that were discarded count as live @ dapo
+- batch["advantages"] = torch.zeros_like(advantages).index_copy(0, found, advantages[found])
++ batch["advantages"] = advantages
 # the final answer ends before the stop token @ grpo_process
 - (math.inf, reward)]
 + (len(completion), reward)]
