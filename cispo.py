@@ -18,7 +18,7 @@ Compared with grpo.py
 - Rows of zero advantage cost no forward and no backward pass.
 
 Departures from the paper
-- ε_high is 4, a cap of 5 as in ScaleRL (arXiv 2510.13786); the paper tunes it and does not give it.
+- ε_high is 4, a cap of 5, as TRL's documentation recommends; the paper tunes it and does not give it.
 - No dynamic sampling and no length penalty, which section 3.1 takes from DAPO: dapo.py has them.
 - The token mean is over the whole optimizer step; eq. 4 is per prompt, then over prompts.
 - Four optimizer steps per rollout for real models (embedded: two), where the paper makes sixteen.

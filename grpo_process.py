@@ -180,7 +180,8 @@ def step_rewards(completion, row):
 
 def find_steps(tokenizer, ids, completion, row, reward):
     """Return (tokens, reward) of all steps; the last of these first tokens ends the step, and may begin the next."""
-    opened = completion.removesuffix(tokenizer.decode(ids, skip_special_tokens=True))  # a thought, by the prompt
+    whole = tokenizer.decode(ids, skip_special_tokens=True)  # of padding, too
+    opened = "" if whole.startswith(completion) else "<think>"  # by the prompt
 
     def num_characters(tokens):  # a part of a character decodes to another one
         text = opened + tokenizer.decode(ids[:tokens], skip_special_tokens=True)

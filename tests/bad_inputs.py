@@ -464,7 +464,7 @@ MODELS = {
         ("missing|lacks",),
     ),
     "nan weights": (weights("layers.1.mlp", lambda value: value * math.nan), ("nan|damaged",)),
-    "inf weights": (weights("norm", lambda value: value + math.inf), ("nan|damaged",)),
+    "inf weights": (weights("norm", lambda value: value + math.inf), ("nan|damaged|not finite",)),
     "fewer tokens than the tokenizer": (fewer_tokens, ("tokenizer|index out of range",)),
     "an empty folder": (lambda f: [path.unlink() for path in f.iterdir()], ("config|tokenizer|empty|no model",)),
     "a file": (lambda f: (shutil.rmtree(f), f.write_text("hi")), ("file|folder",)),

@@ -1,12 +1,15 @@
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
 os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+CACHE = tempfile.TemporaryDirectory()  # of data sets, which datasets asks for when it is imported
+os.environ["HF_DATASETS_CACHE"] = CACHE.name
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
@@ -25,6 +28,14 @@ def alone():
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def tokenizer():
+    from tiny import TINY
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(TINY)
 
 
 @pytest.fixture(autouse=True)

@@ -1,12 +1,11 @@
 """Scripted sampling for test_dapo.py; on two ranks, training in which ranks find signal in different rounds."""
 
-import json
 import os
 import sys
 from pathlib import Path
 
 import torch
-from tiny import TINY, load, pad_right
+from tiny import TINY, load, pad_right, write_jsonl
 
 import dapo
 
@@ -22,9 +21,7 @@ MAX_ROUNDS = 3
 
 def write_prompts(path, count):
     """Sums with prompts of different lengths, and answers of at most two digits."""
-    rows = [{"prompt": f"{i}+{'0' * (i % 4)}1=", "answer": str(i + 1)} for i in range(1, count + 1)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return write_jsonl(path, [{"prompt": f"{i}+{'0' * (i % 4)}1=", "answer": str(i + 1)} for i in range(1, count + 1)])
 
 
 def read_prompts(dataset):

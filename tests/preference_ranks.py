@@ -5,7 +5,7 @@ import sys
 
 import torch
 import torch.distributed as dist
-from tiny import COMPLETIONS, CONFIGS, PAD_ID, PROMPTS, build_model, make_batch
+from tiny import COMPLETIONS, CONFIGS, PAD_ID, PROMPTS, build_model, make_batch, scaled
 from transformers import AutoModelForSequenceClassification
 from two_ranks import take
 
@@ -39,15 +39,7 @@ def build_scorer(config="llama", vocab_size=11, dtype=torch.float64, scale=4.0):
     config = copy.deepcopy(CONFIGS[config])
     config.vocab_size, config.num_labels, config.pad_token_id = vocab_size, 1, PAD_ID
     model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float64).eval()
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if type(child).__name__ == "LlamaRMSNorm":  # it computes in float32
-                norm = torch.nn.RMSNorm(child.weight.shape, child.variance_epsilon, dtype=torch.float64)
-                setattr(module, name, norm)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(scale if parameter.ndim > 1 else 1.0)
-    return model.to(dtype)
+    return scaled(model, scale).to(dtype)
 
 
 def build_actor_critic():

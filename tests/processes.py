@@ -7,7 +7,6 @@ import tempfile
 from multiprocessing.connection import wait
 from pathlib import Path
 
-import datasets
 import pytest
 from torch.distributed import TCPStore
 
@@ -85,8 +84,6 @@ def run_on_ranks(file, *argv, **environment):
 def execute(code, argv, environment, folder, log):
     """What the process does."""
     os.environ |= environment
-    if "HF_DATASETS_CACHE" in environment:  # was read when the server imported it
-        datasets.config.HF_DATASETS_CACHE = Path(environment["HF_DATASETS_CACHE"])
     os.chdir(folder)
     sys.argv = argv
     with open(log, "ab") as file:

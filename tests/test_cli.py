@@ -11,27 +11,24 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-import datasets
 import pytest
 import torch
 import tyro
-from tiny import TINY
+from tiny import SCRIPTS as OF_COMPLETIONS
+from tiny import TINY, exit_line, read_jsonl, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import cispo
 import dapo
 import dpo
-import dr_grpo
 import grpo
 import grpo_process
 import grpo_tools
-import gspo
 import ppo_rlhf
 import reinforce
 import reward_model
 import sft
 
-SCRIPTS = [grpo, reinforce, dr_grpo, dapo, gspo, cispo, grpo_process, grpo_tools]
+SCRIPTS = [*OF_COMPLETIONS.values(), grpo_process]
 HELPED = [*SCRIPTS, reward_model, dpo, ppo_rlhf, sft]
 SMALL = {"num_steps": 1, "prompts_per_step": 2, "group_size": 2, "minibatch_size": 2, "max_completion_length": 4}
 SMALL |= {"eval_prompts": 2, "overlong_buffer": 2}
@@ -41,13 +38,12 @@ SMALL |= {"eval_prompts": 2, "overlong_buffer": 2}
 def folder(tmp_path, monkeypatch):
     """The working folder, with a data set of ten sums in it."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     write_sums(tmp_path / "sums.jsonl")
     return tmp_path
 
 
 def write_sums(path):
-    path.write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": i + 1}) + "\n" for i in range(1, 11)))
+    write_jsonl(path, [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(1, 11)])
 
 
 def names_of(script):
@@ -60,16 +56,7 @@ def small(script):
 
 
 def exit_message(script=grpo, **settings):
-    """Run main and return the line it exits with; a message, unlike None or 0, is exit status 1."""
-    with pytest.raises(SystemExit) as caught:
-        script.main(script.Args(**{"dataset": "sums.jsonl", **small(script), **settings}))
-    message = caught.value.code
-    assert isinstance(message, str) and 0 < len(message) < 600 and "\n" not in message
-    return message
-
-
-def read_metrics(run_dir):
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return exit_line(script, **{"dataset": "sums.jsonl", **small(script), **settings})
 
 
 # ---- bad settings
@@ -124,7 +111,7 @@ def test_a_run_folder_that_exists_is_left_alone(folder, content):
 def test_one_completion_a_prompt_trains_without_a_baseline(tmp_path):
     sizes = {"num_steps": 2, "prompts_per_step": 8, "group_size": 1, "eval_prompts": 4}
     reinforce.main(reinforce.Args(run_dir=str(tmp_path / "run"), baseline="none", **sizes))
-    lines = read_metrics(tmp_path / "run")
+    lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert all(math.isfinite(value) for line in lines for value in line.values())
     assert all(line["optim/grad_norm"] > 0 and line["rollout/completions"] == 8 for line in lines[1:])
@@ -262,7 +249,6 @@ def copied(tmp_path_factory):
         jobs.append((str(place), flags if place.parent.name == "run" else ["--help"]))
     environment = {"PYTHONIOENCODING": "ascii", "LC_ALL": "C", "PYTHONUTF8": "0", "COLUMNS": "200"}
     environment |= {"PYTHONDONTWRITEBYTECODE": "1", "HOME": str(home), "HF_HOME": str(home / "hf")}
-    environment |= {"HF_DATASETS_CACHE": str(tmp_path_factory.mktemp("cache"))}
     command = [sys.executable, "-c", RUN_EACH, json.dumps(jobs)]
     result = subprocess.run(command, env=os.environ | environment, capture_output=True)
     assert result.returncode == 0, result.stderr.decode()
@@ -310,7 +296,7 @@ def test_a_script_copied_elsewhere_writes_all_parts_of_its_run(copied, script):
     assert {path.name for path in run.iterdir() if path.name != "wandb"} == parts
     assert [path.name for path in (run / "state").iterdir()] == ["00000001"]
     # metrics
-    lines = read_metrics(run)
+    lines = read_jsonl(run / "metrics.jsonl")
     evaluation = {"step", "eval/reward", "eval/accuracy", "eval/pass@1", "eval/pass@4"}
     expected = evaluation | METRICS | OWN_METRICS[script.__name__]
     if script is reinforce:  # always on policy
@@ -318,7 +304,7 @@ def test_a_script_copied_elsewhere_writes_all_parts_of_its_run(copied, script):
     assert [{*line} for line in lines] == [evaluation, expected]
     assert [line["step"] for line in lines] == [0, 1]
     # one group of samples a step
-    [group] = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    [group] = read_jsonl(run / "samples.jsonl")
     assert group["step"] == 1 and group["prompt"].endswith("+1=")
     assert len(group["completions"]) == len(group["rewards"]) == 2
     # the checkpoint

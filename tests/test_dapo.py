@@ -3,7 +3,6 @@
 import json
 import math
 
-import datasets
 import pytest
 import torch
 from dapo_ranks import (
@@ -21,7 +20,7 @@ from dapo_ranks import (
     write_prompts,
 )
 from processes import run_on_ranks
-from tiny import TINY, load, relative_error
+from tiny import TINY, load, read_jsonl, record, relative_error
 
 import dapo
 
@@ -34,11 +33,6 @@ def tiny():
     return load(dapo, TINY)
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-
-
 @pytest.fixture
 def dataset(tmp_path):
     """A file of ten prompts."""
@@ -46,8 +40,7 @@ def dataset(tmp_path):
 
 
 def read_metrics(run_dir):
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["step"] > 0]
+    return [line for line in read_jsonl(run_dir / "metrics.jsonl") if line["step"] > 0]
 
 
 def script(monkeypatch, tokenizer, patterns):
@@ -55,19 +48,6 @@ def script(monkeypatch, tokenizer, patterns):
     rounds = []
     monkeypatch.setattr(dapo, "generate", scripted_generate(tokenizer, patterns, rounds))
     return rounds
-
-
-def record(monkeypatch, name):
-    """Keep the arguments and the result of each call of one of the script's functions, which goes on working."""
-    function, calls = getattr(dapo, name), []
-
-    def recording(*args):
-        result = function(*args)
-        calls.append((args, result))
-        return result
-
-    monkeypatch.setattr(dapo, name, recording)
-    return calls
 
 
 def train(tmp_path, dataset, num_steps=1, **settings):
@@ -119,7 +99,7 @@ def test_rounds_of_different_prompt_lengths_are_merged_unchanged(tiny, dataset, 
     places = dapo.pick_rows(range(10), 0, 10, 1)
     prompts = [by_length[places.index(i)] for i in range(10)]
     script(monkeypatch, tokenizer, assign(prompts, 0, "msnmmn"))
-    parts = record(monkeypatch, "rollout")
+    parts = record(monkeypatch, dapo, "rollout")
     stop_ids = dapo.find_stop_ids(model, tokenizer)
     batch, *_ = dapo.sample_groups(model, tokenizer, prompts, 0, stop_ids, dapo.Args(**SIZES), 0, 1)
     asked = [ids[mask == 1].tolist() for ids, mask in zip(batch["prompt_ids"], batch["prompt_mask"])]
@@ -198,7 +178,7 @@ def test_at_the_cap_it_trains_on_the_groups_found(tiny, tmp_path, dataset, monke
 def test_advantages_have_the_mapped_reward_and_the_metrics_the_rules(tiny, tmp_path, dataset, monkeypatch):
     patterns = assign(read_prompts(dataset), 0, ["rwhR", "Wwrr", "wwWh"])
     script(monkeypatch, tiny[1], patterns)
-    calls = record(monkeypatch, "compute_advantages")
+    calls = record(monkeypatch, dapo, "compute_advantages")
     (line,) = train(tmp_path, dataset)
     (((rewards, group_size), _),) = calls
     # +1 or -1, less a half for half of the buffer, less 1 at the limit
@@ -210,7 +190,7 @@ def test_advantages_have_the_mapped_reward_and_the_metrics_the_rules(tiny, tmp_p
 def test_tokens_of_zero_advantage_count_in_the_divisor(tiny, tmp_path, dataset, monkeypatch):
     """Right at the limit is reward 0, in these groups the mean: no gradient, but 16 tokens."""
     script(monkeypatch, tiny[1], assign(read_prompts(dataset), 0, ["rwRR"] * 3))
-    calls = record(monkeypatch, "accumulate_gradients")
+    calls = record(monkeypatch, dapo, "accumulate_gradients")
     (line,) = train(tmp_path, dataset)
     (((_, batch, rows, divisor, *_), metrics),) = calls
     assert sorted(rows.tolist()) == [0, 1, 4, 5, 8, 9] and (batch["advantages"][[2, 3, 6, 7, 10, 11]] == 0).all()
@@ -220,7 +200,7 @@ def test_tokens_of_zero_advantage_count_in_the_divisor(tiny, tmp_path, dataset, 
 
 def test_every_minibatch_is_divided_by_its_own_tokens(tiny, tmp_path, dataset, monkeypatch):
     script(monkeypatch, tiny[1], assign(read_prompts(dataset), 0, ["rwwh", "Rwhr", "hwww"]))
-    calls = record(monkeypatch, "accumulate_gradients")
+    calls = record(monkeypatch, dapo, "accumulate_gradients")
     train(tmp_path, dataset, minibatch_size=4)
     seen = []
     for (_, batch, rows, divisor, *_), _ in calls:
@@ -238,7 +218,7 @@ def two_ranks(tmp_path_factory):
     """The folder with what dapo_ranks.py leaves on each of two ranks."""
     folder = tmp_path_factory.mktemp("dapo_ranks")
     write_prompts(folder / "prompts.jsonl", 36)
-    run_on_ranks("dapo_ranks.py", folder, HF_DATASETS_CACHE=str(folder / "cache"))
+    run_on_ranks("dapo_ranks.py", folder)
     return folder
 
 

@@ -7,9 +7,9 @@ import sys
 
 import datasets
 import pytest
-from tiny import ROOT, TINY
+from tiny import ROOT, read_jsonl, write_jsonl
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 import grpo
 
@@ -19,16 +19,6 @@ TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
     "{% if add_generation_prompt %}assistant{% endif %}"
 )
-
-
-@pytest.fixture(autouse=True)
-def cache_in_temporary_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-
-
-@pytest.fixture
-def tokenizer():
-    return AutoTokenizer.from_pretrained(TINY)
 
 
 def word_tokenizer(chat_template):
@@ -63,7 +53,7 @@ def write_rows(path, rows):
     elif path.suffix == ".json":
         path.write_text(json.dumps(rows))
     else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_jsonl(path, rows)
     return str(path)
 
 
@@ -145,7 +135,7 @@ def test_without_a_column_of_answers_they_are_none(tmp_path, tokenizer):
 
 
 def test_gsm8k_rows(tmp_path, tokenizer):
-    rows = [json.loads(line) for line in (ROOT / "tests" / "data" / "gsm8k_20.jsonl").read_text().splitlines()]
+    rows = read_jsonl(ROOT / "tests" / "data" / "gsm8k_20.jsonl")
     train, held_out, _ = load(write_rows(tmp_path / "r.jsonl", rows), tokenizer, 2000, 5)
     assert (len(train), len(held_out)) == (15, 5)
     for prompt in train + held_out:
@@ -325,7 +315,7 @@ def test_make_rebuilds_the_embedded_data_set_byte_for_byte(tmp_path):
 
 def test_embedded_prompts_are_all_different_and_their_answers_right():
     names = {"train.jsonl": 4096, "test.jsonl": 512, "sft.jsonl": 20000}
-    rows = [json.loads(line) for name in names for line in (ADDITION / name).read_text().splitlines()]
+    rows = [row for name in names for row in read_jsonl(ADDITION / name)]
     assert len(rows) == sum(names.values()) == len({row["prompt"] for row in rows})
     for row in rows:
         answer = str(sum(map(int, row["prompt"].removesuffix("=").split("+"))))

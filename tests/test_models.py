@@ -9,7 +9,7 @@ import tokenizers
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tiny import PAD_ID, PROMPTS, ROOT, SIZES, TINY, build_model, load, load_scorer
+from tiny import PAD_ID, PROMPTS, ROOT, SIZES, TINY, build_model, edit_json, load, load_scorer, write_jsonl
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import dpo
@@ -92,11 +92,6 @@ def save(model, tokenizer, folder):
     return folder / "checkpoint"
 
 
-def write_rows(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 # ---- stop tokens
 
 
@@ -111,7 +106,7 @@ def test_what_ends_a_turn_is_sampled_trained_compared_and_saved(form, tmp_path):
     ids, trained = sft.encode_row(tokenizer, {"prompt": "1+1=", "completion": "2"}, "", stop_ids)
     assert [token for token, is_trained in zip(ids, trained) if is_trained] == [*tokenizer.encode("2"), end_of_turn]
     # dpo.py and reward_model.py compare completions that end in it.
-    pairs = write_rows(tmp_path / "pairs.jsonl", [{"prompt": f"{i}+1=", "chosen": "2", "rejected": "3"} for i in "123"])
+    pairs = write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": f"{i}+1=", "chosen": "2", "rejected": "3"} for i in "123"])
     for script in (dpo, reward_model):
         loaded = script.load_pairs(pairs, tokenizer, "", 64, 8, 1, script.find_turn_end(tokenizer))
         assert loaded[0][0]["chosen_ids"] == [*tokenizer.encode("2"), end_of_turn]
@@ -167,18 +162,13 @@ def test_stop_tokens_that_are_no_numbers_are_one_line(tmp_path, eos):
 def test_fine_tuning_on_turns_without_stop_token_is_an_error_that_names_the_row(tmp_path):
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     folder = make_folder(tmp_path / "model", make_tokenizer(["<eos>"], template))
-    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "1+1=", "completion": "2"}] * 4)
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "1+1=", "completion": "2"}] * 4)
     args = sft.Args(model=folder, dataset=rows, eval_prompts=1, num_steps=1, minibatch_size=2)
     with pytest.raises(SystemExit, match="row 2, .*the chat template writes no stop token after message 2"):
         sft.main(args)
 
 
 # ---- scalar heads
-
-
-def edit_json(path, **changes):
-    """Change the entries of a json file."""
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 def test_a_trained_head_is_kept_whatever_the_architecture_is_called(tmp_path):
@@ -266,7 +256,7 @@ def test_a_folder_with_something_wrong_is_one_line(script, fault, tmp_path):
     shutil.copytree(TINY, tmp_path / "model")
     break_it(tmp_path / "model")
     row = {"answer": "2", "chosen": "2", "rejected": "3"}
-    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": f"{i}+1=", **row} for i in range(6)])
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": f"{i}+1=", **row} for i in range(6)])
     settings = {"model": str(tmp_path / "model"), "dataset": rows, "run_dir": str(tmp_path / "run")}
     settings |= {"num_steps": 1, "eval_prompts": 2, "max_completion_length": 16}
     with pytest.raises(SystemExit) as error:

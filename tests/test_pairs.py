@@ -5,34 +5,20 @@ import json
 import math
 import re
 from collections import Counter
-from pathlib import Path
 
-import datasets
 import pytest
 from test_data import ALTERNATING, TEMPLATE, word_tokenizer, write_rows
-from transformers import AutoTokenizer
+from tiny import ROOT, TINY, read_jsonl
 
 import ppo_rlhf
 import reward_model
 
-ROOT = Path(reward_model.__file__).parent
-TINY = ROOT / "models" / "tiny"
 PREFERENCES = ROOT / "data" / "preferences"
 HH = ROOT / "tests" / "data" / "hh_60.jsonl"
 ASSISTANT = "\n\nAssistant:"
 STOP_ID = 5  # <|end|> of models/tiny
 ROWS = [{"prompt": f"{i}+1=", "chosen": f"{i + 1}", "rejected": f"{i + 2}"} for i in range(1, 9)]
 EMPTY, IDENTICAL = "without shared prompt, or empty", "identical"
-
-
-@pytest.fixture(autouse=True)
-def cache_in_temporary_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-
-
-@pytest.fixture
-def tokenizer():
-    return AutoTokenizer.from_pretrained(TINY)
 
 
 def user(text):
@@ -250,7 +236,7 @@ def expected_split(row):
 
 
 def test_hh_dialogues_are_split_at_the_last_common_turn():
-    rows = read_rows(HH)
+    rows = read_jsonl(HH)
     assert len(rows) == 60
     for row in rows:
         assert reward_model.split_pair(row, False) == expected_split(row)
@@ -269,7 +255,7 @@ def test_a_step_of_ppo_on_the_prompts_of_hh_dialogues(tmp_path, monkeypatch):
     sizes = {"num_steps": 1, "prompts_per_step": 4, "minibatch_size": 4, "eval_prompts": 2, "warmup_steps": 0}
     run = tmp_path / "run"
     ppo_rlhf.main(ppo_rlhf.Args(model=str(TINY), dataset=str(HH), run_dir=str(run), **lengths, **sizes))
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = read_jsonl(run / "metrics.jsonl")
     found = [sorted(key for key in line if key.startswith("eval/")) for line in lines]
     assert found == [["eval/reward", "eval/score"]] * 2
     assert all(math.isfinite(value) for line in lines for value in line.values())
@@ -279,10 +265,6 @@ def test_a_step_of_ppo_on_the_prompts_of_hh_dialogues(tmp_path, monkeypatch):
 
 
 # ---- the embedded pairs
-
-
-def read_rows(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def classify(prompt, completion):
@@ -300,7 +282,7 @@ def classify(prompt, completion):
 
 @pytest.fixture(scope="module")
 def files():
-    return {name: read_rows(PREFERENCES / f"{name}.jsonl") for name in ("train", "test")}
+    return {name: read_jsonl(PREFERENCES / f"{name}.jsonl") for name in ("train", "test")}
 
 
 @pytest.fixture(scope="module")
@@ -331,7 +313,7 @@ def test_no_pair_is_there_twice_and_prompts_are_fresh(files):
     train, test = ({row["prompt"] for row in files[name]} for name in ("train", "test"))
     assert not train & test
     for path in (ROOT / "data" / "addition").glob("*.jsonl"):
-        assert not {row["prompt"] for row in read_rows(path)} & (train | test), path
+        assert not {row["prompt"] for row in read_jsonl(path)} & (train | test), path
 
 
 def test_the_embedded_pairs_load(tokenizer):

@@ -9,13 +9,12 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-import datasets
 import pytest
 import torch
 from processes import run_on_ranks
 from test_data import TEMPLATE, word_tokenizer
 from test_resume import KILLS, assert_same_run, finish, logged, start
-from tiny import ROOT, TINY, load_scorer
+from tiny import ROOT, TINY, edit_json, exit_line, load_scorer
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -33,13 +32,6 @@ SMALL = {
     "ppo_rlhf": {"prompts_per_step": 8, "minibatch_size": 4, "update_epochs": 1, "max_completion_length": 24},
 }
 SMALL = {name: {"eval_prompts": 3, "warmup_steps": 2, "seed": 3, **sizes} for name, sizes in SMALL.items()}
-
-
-@pytest.fixture(scope="session", autouse=True)
-def cache_in_temporary_folder(tmp_path_factory):
-    before, datasets.config.HF_DATASETS_CACHE = datasets.config.HF_DATASETS_CACHE, tmp_path_factory.mktemp("cache")
-    yield
-    datasets.config.HF_DATASETS_CACHE = before
 
 
 @pytest.fixture(scope="session")
@@ -254,15 +246,6 @@ def test_from_fine_tuning_to_dpo_to_evaluation(tmp_path, few):
 # ---- bad input
 
 
-def exit_message(script, **settings):
-    """Run main and return the line it exits with; a message, unlike None or 0, is exit status 1."""
-    with pytest.raises(SystemExit) as caught:
-        script.main(script.Args(**settings))
-    message = caught.value.code
-    assert isinstance(message, str) and 0 < len(message) < 600 and "\n" not in message
-    return message
-
-
 BAD_SETTINGS = [
     (ppo_rlhf, {"model": "some/model"}, "--reward-model.* reward_model.py, or none"),
     (ppo_rlhf, {"reward_model": str(TINY)}, "--reward-model .*models/tiny: .*no scores.* reward_model.py"),
@@ -277,25 +260,24 @@ BAD_SETTINGS = [
 @pytest.mark.parametrize("script, settings, expected", BAD_SETTINGS)
 def test_bad_settings_exit_with_one_line_and_leave_nothing_behind(tmp_path, few, script, settings, expected):
     settings = settings if script is ppo_rlhf else {"dataset": few} | settings
-    assert re.search(expected, exit_message(script, **settings, run_dir=str(tmp_path / "mine")))
+    assert re.search(expected, exit_line(script, **settings, run_dir=str(tmp_path / "mine")))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_reward_model_with_another_tokenizer_is_refused(tmp_path, scorer):
     shutil.copytree(scorer, tmp_path / "other", ignore=shutil.ignore_patterns("*token*"))
     word_tokenizer(TEMPLATE).save_pretrained(tmp_path / "other")
-    message = exit_message(ppo_rlhf, reward_model=str(tmp_path / "other"), run_dir=str(tmp_path / "mine"))
+    message = exit_line(ppo_rlhf, reward_model=str(tmp_path / "other"), run_dir=str(tmp_path / "mine"))
     assert message.startswith(f"--reward-model {tmp_path / 'other'}: its tokenizer is not that of")
 
 
 def test_a_run_of_another_script_or_on_other_pairs_is_not_gone_on_with(tmp_path, runs, few):
     for script, other in ((reward_model, dpo), (dpo, reward_model), (ppo_rlhf, dpo)):
-        message = exit_message(script, resume=str(runs[other.__name__]), num_steps=30)
+        message = exit_line(script, resume=str(runs[other.__name__]), num_steps=30)
         assert "script was dpo, now reward_model" in message or "another script" in message
     shutil.copytree(runs["dpo"], tmp_path / "run")
-    saved = json.loads((tmp_path / "run" / "args.json").read_text()) | {"dataset": few}
-    (tmp_path / "run" / "args.json").write_text(json.dumps(saved))
-    assert re.search("data was .*448 training.*, now .*64 training", exit_message(dpo, resume=str(tmp_path / "run")))
+    edit_json(tmp_path / "run" / "args.json", dataset=few)
+    assert re.search("data was .*448 training.*, now .*64 training", exit_line(dpo, resume=str(tmp_path / "run")))
 
 
 # ---- killed and resumed
@@ -376,7 +358,7 @@ def two_ranks(tmp_path_factory, few, scorer):
         args = small_args(script, folder / script.__name__, few, scorer, **settings)
         jobs.append((script.__name__, {f.name: getattr(args, f.name) for f in fields(args)}))
     (folder / "each.py").write_text(RANKS)
-    run_on_ranks(folder / "each.py", json.dumps(jobs), HF_DATASETS_CACHE=str(folder / "cache"))
+    run_on_ranks(folder / "each.py", json.dumps(jobs))
     return folder, dict(jobs)
 
 

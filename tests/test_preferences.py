@@ -1,6 +1,5 @@
 """The losses of reward_model and dpo, the scores, and the gradients of both (and of ppo_rlhf) over two ranks."""
 
-import json
 import math
 import shutil
 
@@ -12,7 +11,7 @@ from processes import run_on_ranks
 from test_data import word_tokenizer
 from test_gradients import gradient_of
 from test_losses import read_oracle, tensor
-from tiny import PAD_ID, TINY, build_model, load_scorer, pad_right, relative_error
+from tiny import PAD_ID, TINY, build_model, edit_json, load_scorer, pad_right, relative_error
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import dpo
@@ -210,34 +209,16 @@ def test_scores_do_not_depend_on_padding(config):
 # ---- the padding id of a reward model
 
 
-def edit_json(path, **changes):
-    """Change the entries of a json file; None takes one out."""
-    entries = {**json.loads(path.read_text()), **changes}
-    path.write_text(json.dumps({key: value for key, value in entries.items() if value is not None}))
-
-
-FOLDERS = {
-    "pad token is the stop token": {
-        "tokenizer_config.json": {"pad_token": "<|end|>"},
-        "config.json": {"pad_token_id": STOP_ID},
-        "generation_config.json": {"pad_token_id": STOP_ID},
-    },
-    "no pad token": {
-        "tokenizer_config.json": {"pad_token": None},
-        "config.json": {"pad_token_id": None},
-        "generation_config.json": {"pad_token_id": None},
-    },
-    "as it is": {},
-}
-
-
-@pytest.fixture(params=FOLDERS)
+@pytest.fixture(params=["pad token is the stop token", "no pad token", "as it is"])
 def folder(request, tmp_path):
-    """A copy of models/tiny with other padding and stop ids."""
-    shutil.copytree(TINY, tmp_path / "model")
-    for name, changes in FOLDERS[request.param].items():
-        edit_json(tmp_path / "model" / name, **changes)
-    return tmp_path / "model"
+    """A copy of models/tiny with another padding token."""
+    model = shutil.copytree(TINY, tmp_path / "model")
+    if request.param != "as it is":
+        token, pad_id = ("<|end|>", STOP_ID) if request.param.startswith("pad") else (None, None)
+        edit_json(model / "tokenizer_config.json", pad_token=token)
+        for name in ("config.json", "generation_config.json"):
+            edit_json(model / name, pad_token_id=pad_id)
+    return model
 
 
 @pytest.mark.usefixtures("alone")

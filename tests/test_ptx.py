@@ -7,9 +7,7 @@ import pytest
 import torch
 from preference_ranks import TEXTS, build_actor_critic
 from test_data import write_rows
-from test_pairs import cache_in_temporary_folder  # noqa: F401
-from test_preference_runs import exit_message
-from tiny import PAD_ID, relative_error
+from tiny import PAD_ID, exit_line, read_jsonl, record, relative_error
 
 import ppo_rlhf
 
@@ -99,7 +97,7 @@ def test_what_cannot_be_read_is_one_line(tmp_path, rows, expected):
     if rows is not None:
         write_rows(tmp_path / "texts.jsonl", rows)
     settings = SMALL | {"ptx_coef": 1.0, "ptx_dataset": str(tmp_path / "texts.jsonl")}
-    message = exit_message(ppo_rlhf, run_dir=str(tmp_path / "mine"), **settings)
+    message = exit_line(ppo_rlhf, run_dir=str(tmp_path / "mine"), **settings)
     assert re.search(expected, message), message
     assert not (tmp_path / "mine").exists()
 
@@ -109,7 +107,7 @@ def test_what_cannot_be_read_is_one_line(tmp_path, rows, expected):
 
 def run(folder, **settings):
     ppo_rlhf.main(ppo_rlhf.Args(run_dir=str(folder), **SMALL | settings))
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return read_jsonl(folder / "metrics.jsonl")
 
 
 def test_without_it_no_text_is_read(tmp_path):
@@ -121,15 +119,9 @@ def test_every_optimizer_step_has_as_many_texts_as_completions(tmp_path, monkeyp
     """In the order of pick_rows, over the steps of the run; the metric is their mean, before the coefficient."""
     rows = [{"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(10, 21)]
     write_rows(tmp_path / "texts.jsonl", rows)
-    accumulate, seen, means = ppo_rlhf.accumulate_ptx, [], []
-
-    def recorded(policy, batch, args):
-        seen.extend(batch["prompt_ids"].tolist())
-        means.append(accumulate(policy, batch, args))
-        return means[-1]
-
-    monkeypatch.setattr(ppo_rlhf, "accumulate_ptx", recorded)
+    calls = record(monkeypatch, ppo_rlhf, "accumulate_ptx")
     lines = run(tmp_path / "run", num_steps=2, ptx_coef=0.5, ptx_dataset=str(tmp_path / "texts.jsonl"))[1:]
+    seen, means = sum((batch["prompt_ids"].tolist() for (_, batch, _), _ in calls), []), [mean for _, mean in calls]
     assert len(means) == 4 and len(seen) == 16
     assert len({*map(tuple, seen[:11])}) == 11  # a pass over all before any comes again
     assert [line["loss/ptx"] for line in lines] == pytest.approx([sum(means[:2]) / 2, sum(means[2:]) / 2])

@@ -5,6 +5,7 @@ import json
 import pytest
 from main_ranks import GROUP_SIZE, NUM_STEPS, ROWS, ROWS_PER_STEP, SCRIPTS, SETTINGS, make_args
 from processes import run_on_ranks
+from tiny import read_jsonl, write_jsonl
 
 import sft
 
@@ -15,8 +16,8 @@ SAMPLED = [name for name in SCRIPTS if name != "sft"]
 def ranks(tmp_path_factory):
     """What main_ranks.py sees on each of two ranks, by script."""
     folder = tmp_path_factory.mktemp("main_ranks")
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    run_on_ranks("main_ranks.py", folder, HF_DATASETS_CACHE=str(folder / "cache"))
+    write_jsonl(folder / "rows.jsonl", ROWS)
+    run_on_ranks("main_ranks.py", folder)
     return [json.loads((folder / f"{rank}.json").read_text()) | {"folder": folder} for rank in (0, 1)]
 
 
@@ -68,10 +69,7 @@ def test_ranks_divide_by_one_number(ranks, name):
 def test_two_ranks_of_sft_train_as_one_process_does(ranks):
     folder = ranks[0]["folder"]
     sft.main(make_args("sft", folder, "alone"))
-    found, expected = (
-        [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
-        for name in ("sft", "alone")
-    )
+    found, expected = (read_jsonl(folder / name / "metrics.jsonl") for name in ("sft", "alone"))
     assert len(found) == len(expected) == 1 + NUM_STEPS
     for line, other in zip(found, expected):
         assert line.keys() == other.keys()

@@ -12,7 +12,7 @@ import pytest
 import torch
 import wandb
 from processes import Forked
-from tiny import ROOT
+from tiny import ROOT, edit_json, exit_line, read_jsonl, write_jsonl
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import dapo
@@ -29,10 +29,8 @@ PAIRS = {"num_steps": 1, "minibatch_size": 2, "eval_prompts": 2}
 @pytest.fixture(scope="module")
 def sums(tmp_path_factory):
     """A small data set, which loads fast."""
-    path = tmp_path_factory.mktemp("data") / "sums.jsonl"
     rows = [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(1, 11)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return write_jsonl(tmp_path_factory.mktemp("data") / "sums.jsonl", rows)
 
 
 @pytest.fixture(scope="module")
@@ -54,13 +52,6 @@ def run(finished, tmp_path, monkeypatch):
     return tmp_path / "run"
 
 
-def exit_line(script=grpo, **settings):
-    with pytest.raises(SystemExit) as caught:
-        script.main(script.Args(**settings))
-    assert isinstance(caught.value.code, str) and "\n" not in caught.value.code and len(caught.value.code) < 900
-    return caught.value.code
-
-
 def files_of(run):
     return {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
 
@@ -69,12 +60,8 @@ def settings_of(run):
     return json.loads((run / "args.json").read_text())
 
 
-def change(path, **values):
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
-
-
 def steps_of(run):
-    return [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["step"] for line in read_jsonl(run / "metrics.jsonl")]
 
 
 # ---- what a run is
@@ -91,9 +78,9 @@ def test_a_run_says_what_it_was(run):
 
 @pytest.mark.parametrize("described", [{"script": "gspo"}, {"ranks": 2}, {"entry": "own.py"}, {"data": ["9 rows"]}])
 def test_what_was_another_run_is_refused(run, described):
-    change(run / "args.json", run=settings_of(run)["run"] | described)
+    edit_json(run / "args.json", run=settings_of(run)["run"] | described)
     before = files_of(run)
-    line = exit_line(resume=str(run), num_steps=3)
+    line = exit_line(grpo, resume=str(run), num_steps=3)
     assert line.startswith(f"--resume {run}: ") and all(str(value) in line for value in described.values())
     assert files_of(run) == before
 
@@ -106,13 +93,13 @@ def test_a_run_of_another_script_is_refused(run, script):
 
 def test_a_run_of_an_own_script_with_its_own_reward_is_not_gone_on_with_by_another(run, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["my runs/own_reward.py"])
-    assert re.search("entry was .*, now own_reward.py$", exit_line(resume=str(run), num_steps=3))
+    assert re.search("entry was .*, now own_reward.py$", exit_line(grpo, resume=str(run), num_steps=3))
 
 
 def test_other_data_is_refused(run):
     path = run.parent / "sums.jsonl"
     path.write_text(path.read_text().replace("9+1=", "8+1="))
-    assert len(re.findall("8 training rows", exit_line(resume=str(run), num_steps=3))) == 2
+    assert len(re.findall("8 training rows", exit_line(grpo, resume=str(run), num_steps=3))) == 2
 
 
 @pytest.mark.parametrize("script, name", [(dpo, "preferences/train"), (reward_model, "preferences/train")])
@@ -129,7 +116,7 @@ def test_an_edited_file_of_pairs_is_refused(tmp_path, script, name):
 
 def test_what_would_change_the_result_is_refused_by_name(run):
     before = files_of(run)
-    line = exit_line(resume=str(run), group_size=4, clip_eps=0.3, num_steps=9, precision="bfloat16")
+    line = exit_line(grpo, resume=str(run), group_size=4, clip_eps=0.3, num_steps=9, precision="bfloat16")
     assert "--group-size" in line and "--clip-eps" in line and "--precision" in line and "--num-steps" not in line
     assert files_of(run) == before
 
@@ -139,7 +126,7 @@ def test_speed_memory_and_schedule_may_change(run):
     given |= {"microbatch_tokens": 64, "rollout_batch_size": 1, "gradient_checkpointing": True}
     assert {*grpo.MAY_CHANGE} == {*given, "resume", "track", "value_learning_rate"}
     grpo.main(grpo.Args(resume=str(run), **given))
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = read_jsonl(run / "metrics.jsonl")
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
     assert lines[3]["optim/learning_rate"] == pytest.approx(1e-3 * 6 / 8) and "eval/accuracy" in lines[3]
     assert given.items() <= settings_of(run).items() and settings_of(run)["resume"] is None
@@ -147,7 +134,7 @@ def test_speed_memory_and_schedule_may_change(run):
 
 def test_fewer_steps_than_were_done_are_refused(run):
     before = settings_of(run)
-    assert "--num-steps 1: the run has done 2 already" in exit_line(resume=str(run), num_steps=1)
+    assert "--num-steps 1: the run has done 2 already" in exit_line(grpo, resume=str(run), num_steps=1)
     assert settings_of(run) == before and steps_of(run) == [0, 1, 2]
 
 
@@ -200,7 +187,7 @@ def test_runs_of_one_second_have_names_of_their_own():
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path, sums):
     (tmp_path / "file").write_text("")
     for run_dir in (f"{tmp_path}/file/run", f"{tmp_path}/{'b' * 256}/run"):
-        assert exit_line(run_dir=run_dir, dataset=sums, **SMALL).startswith("--run-dir ")
+        assert exit_line(grpo, run_dir=run_dir, dataset=sums, **SMALL).startswith("--run-dir ")
     assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == ""
 
 
@@ -211,14 +198,14 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path, sums):
 def test_what_is_no_run_is_refused(run, text):
     (run / "args.json").unlink() if text is None else (run / "args.json").write_text(text)
     before = files_of(run)
-    assert exit_line(resume=str(run)).startswith(f"--resume {run}: ")
+    assert exit_line(grpo, resume=str(run)).startswith(f"--resume {run}: ")
     assert files_of(run) == before
 
 
 def test_without_a_state_there_is_nothing_to_go_on_from(run):
     (run / "state" / "00000002").rename(run / "state" / "unfinished")
     before = files_of(run)
-    assert exit_line(resume=str(run)).startswith(f"--resume {run}: there is no whole state")
+    assert exit_line(grpo, resume=str(run)).startswith(f"--resume {run}: there is no whole state")
     assert files_of(run) == before
 
 
@@ -230,14 +217,14 @@ def test_a_damaged_state_is_refused(run, name, content):
         path.unlink()
     else:
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2] if content == "half" else content)
-    assert exit_line(resume=str(run), num_steps=3).startswith(f"--resume {run}: there is no whole state")
+    assert exit_line(grpo, resume=str(run), num_steps=3).startswith(f"--resume {run}: there is no whole state")
 
 
 @pytest.mark.parametrize("bad", ['{"step": 1, "rew\n', "[1]\n", '{"reward": 1}\n', "\0\xff\n"])
 def test_a_damaged_log_is_named(run, bad):
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_bytes("".join([lines[0], bad, *lines[1:]]).encode("latin-1"))
-    assert f"{run}/metrics.jsonl is damaged" in exit_line(resume=str(run), num_steps=3)
+    assert f"{run}/metrics.jsonl is damaged" in exit_line(grpo, resume=str(run), num_steps=3)
 
 
 def export(run, folder):
@@ -253,7 +240,7 @@ def test_a_state_that_lacks_a_tensor_is_refused(run):
     del state["model"][name]
     shutil.rmtree(run / "state" / "00000002")
     torch.distributed.checkpoint.save(state, checkpoint_id=run / "state" / "00000002", no_dist=True)
-    assert name.removeprefix("model.") in exit_line(resume=str(run), num_steps=3)
+    assert name.removeprefix("model.") in exit_line(grpo, resume=str(run), num_steps=3)
 
 
 def test_a_parameter_without_gradient_does_not_prevent_resuming(tmp_path, monkeypatch, sums):
@@ -319,6 +306,6 @@ def test_weights_and_biases_is_told_each_step_and_only_where_it_is_asked_for(run
         for num_steps, track in ((3, False), (4, True)):
             grpo.main(grpo.Args(resume=str(run), num_steps=num_steps, track=track))
     assert modes == ["disabled", None]
-    assert logged == [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][3:]
+    assert logged == read_jsonl(run / "metrics.jsonl")[3:]
     grpo.main(grpo.Args(resume=str(run), num_steps=5, track=True))
     assert [*run.glob("wandb/offline-run-*")]

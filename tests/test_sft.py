@@ -8,9 +8,9 @@ import pytest
 import torch
 from test_data import write_rows
 from test_models import FORMS, make_folder, make_tokenizer
-from test_pairs import assistant, cache_in_temporary_folder, user  # noqa: F401
-from tiny import ROOT, TINY
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from test_pairs import assistant, user
+from tiny import ROOT, TINY, read_jsonl
+from transformers import AutoModelForCausalLM
 
 import grpo
 import sft
@@ -22,11 +22,6 @@ STOP_IDS = {5}
 @pytest.fixture(scope="module")
 def model():
     return sft.make_embedded_model(0)
-
-
-@pytest.fixture
-def tokenizer():
-    return AutoTokenizer.from_pretrained(TINY)
 
 
 def trained_text(tokenizer, ids, trained):
@@ -159,7 +154,7 @@ def test_evaluation_is_the_mean_over_trained_tokens_and_no_training(model, token
 def run(tmp_path, **flags):
     sizes = {"num_steps": 2, "minibatch_size": 4, "eval_prompts": 2, "warmup_steps": 1}
     sft.main(sft.Args(run_dir=str(tmp_path / "run"), **{**sizes, **flags}))
-    return [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    return read_jsonl(tmp_path / "run" / "metrics.jsonl")
 
 
 def test_messages_fine_tune_a_local_model(tmp_path):
@@ -208,7 +203,7 @@ def test_bad_data_is_one_line_before_any_run_folder(rows, message, tmp_path):
 
 
 def test_gsm8k_is_trained_on_its_answers_as_they_stand(tmp_path, monkeypatch):
-    rows = [json.loads(line) for line in (ROOT / "tests" / "data" / "gsm8k_20.jsonl").read_text().splitlines()]
+    rows = read_jsonl(ROOT / "tests" / "data" / "gsm8k_20.jsonl")
     dataset = write_rows(tmp_path / "gsm8k.jsonl", rows)
     tokenizer = make_tokenizer(*FORMS["chatml"])
     folder = make_folder(tmp_path / "model", tokenizer)

@@ -1,12 +1,11 @@
 """Chat templates that open a thought, and those that write one before an answer that has none."""
 
-import json
 from types import SimpleNamespace
 
-import datasets
 import pytest
 import torch
 from test_models import make_folder, make_tokenizer
+from tiny import write_jsonl
 
 import dpo
 import grpo
@@ -36,18 +35,8 @@ PROMPT = "<|im_start|>user\n17*3=<|im_end|>\n<|im_start|>assistant\n"
 ROWS = [{"prompt": "17*3=", "chosen": "<think>50+1</think>51", "rejected": "50"}] * 4
 
 
-@pytest.fixture(autouse=True)
-def cache_in_temporary_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-
-
 def tokenizer_of(form):
     return make_tokenizer(["<|endoftext|>", "<|im_start|>", "<|im_end|>"], TEMPLATES[form])
-
-
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 @pytest.mark.parametrize("form", TEMPLATES)
@@ -65,13 +54,16 @@ def test_a_thought_that_the_prompt_opens_is_the_completions(form, monkeypatch):
     _, texts = grpo.sample_completions(model, tokenizer, [prompt], 2, 1.0, stop_ids, grpo.Args(max_completion_length=9))
     assert texts == ["<think>" * opened + text.removesuffix("<|im_end|>") for text in completions]
     assert [grpo.is_right(text, "51") for text in texts] == [not opened, True]
-    steps = grpo_process.find_steps(tokenizer, rows[1], texts[1], {"prompt": "17*3=", "answer": "51"}, 1.0)
-    assert steps[-1] == (len(rows[1]), 1.0)
+    row, said = {"prompt": "17+34=", "answer": "51"}, "17+34=51;</think>51 "
+    ids = tokenizer(said)["input_ids"]
+    for padding in ([], ids):  # whatever its id says
+        steps = grpo_process.find_steps(tokenizer, [*ids, *padding], "<think>" * opened + said, row, 1.0)
+        assert steps[0] == (9, 1.0)
 
 
 @pytest.mark.parametrize("script", [dpo, reward_model])
 def test_a_pair_is_trained_as_the_template_writes_a_finished_chat(script, tmp_path):
-    dataset = write(tmp_path / "pairs.jsonl", ROWS)
+    dataset = write_jsonl(tmp_path / "pairs.jsonl", ROWS)
     for form in ("Qwen3", "Qwen3-Thinking"):
         tokenizer = tokenizer_of(form)
         (pair, *_), _, _ = script.load_pairs(dataset, tokenizer, "", 99, 99, 1, grpo.find_turn_end(tokenizer))
@@ -85,7 +77,7 @@ def test_a_pair_is_trained_as_the_template_writes_a_finished_chat(script, tmp_pa
 
 
 def test_an_example_is_trained_as_the_template_writes_a_finished_chat(tmp_path):
-    dataset = write(tmp_path / "rows.jsonl", [{"prompt": "17*3=", "completion": "51"}] * 4)
+    dataset = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "17*3=", "completion": "51"}] * 4)
     for form in TEMPLATES:
         tokenizer = tokenizer_of(form)
         args = sft.Args(model=make_folder(tmp_path / form[:5], tokenizer), dataset=dataset, eval_prompts=1)

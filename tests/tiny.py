@@ -2,8 +2,10 @@
 
 import copy
 import inspect
+import json
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
 
@@ -38,7 +40,11 @@ def build_model(config, vocab_size=11, dtype=torch.float64, scale=6.0):
     torch.manual_seed(0)
     config = copy.deepcopy(CONFIGS[config] if isinstance(config, str) else config)  # a model may change its own
     config.vocab_size = vocab_size
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+    return scaled(AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval(), scale).to(dtype)
+
+
+def scaled(model, scale):
+    """The model with its weights scaled up, all of which computes in float64."""
     for module in list(model.modules()):
         for name, child in module.named_children():
             if type(child).__name__ in ("LlamaRMSNorm", "Qwen3RMSNorm"):  # they compute in float32
@@ -47,7 +53,7 @@ def build_model(config, vocab_size=11, dtype=torch.float64, scale=6.0):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(scale if parameter.ndim > 1 else 1.0)
-    return model.to(dtype)
+    return model
 
 
 def load(script, name):
@@ -110,6 +116,41 @@ def call_accumulate_gradients(script, policy, batch, rows, args, on_policy=False
     """A script's accumulate_gradients of an optimizer step over eight completions; reinforce is always on policy."""
     takes_it = "on_policy" in inspect.signature(script.accumulate_gradients).parameters
     return script.accumulate_gradients(policy, batch, rows, 8, *[on_policy] * takes_it, args)
+
+
+def read_jsonl(path):
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+
+
+def write_jsonl(path, rows):
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def edit_json(path, **changes):
+    """Change the entries of a json file."""
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def record(patch, module, name):
+    """Keep the arguments and the result of each call of a module's function, which goes on working."""
+    function, calls = getattr(module, name), []
+
+    def recorded(*args):
+        calls.append((args, function(*args)))
+        return calls[-1][1]
+
+    patch.setattr(module, name, recorded)
+    return calls
+
+
+def exit_line(script, **settings):
+    """Run main and return the line it exits with; a message, unlike None or 0, is exit status 1."""
+    with pytest.raises(SystemExit) as caught:
+        script.main(script.Args(**settings))
+    message = caught.value.code
+    assert isinstance(message, str) and 0 < len(message) < 600 and "\n" not in message
+    return message
 
 
 def relative_error(actual, expected):
