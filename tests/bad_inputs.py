@@ -191,24 +191,14 @@ def setting_cases(root):
         settings = {"learning_rate": 1e30, "num_steps": 3}
         yield Case(script, "settings", "--learning-rate 1e30", ("--learning-rate",), settings)
     wrong = "must be|invalid|[Ii]nvalid|expected|not a valid|parsing|unparsable"
-    for script, bad, value, words in (
-        ("grpo", "--precision", "float16", (wrong,)),
-        ("sft", "--precision", "", (wrong,)),
-        ("dpo", "--precision", "8", (wrong,)),
-        ("reward_model", "--lora-rank", "-1", (wrong,)),
-        ("ppo_rlhf", "--lora-rank", "1.5", (wrong,)),
-        ("gspo", "--lora-rank", "abc", (wrong,)),
-        ("grpo", "--group-sizes", "4", ()),
-        ("dpo", "--betas", "4", ()),
-        ("sft", "--epochs", "4", ()),
-        ("ppo_rlhf", "--kl", "4", ()),
-        ("dapo", "--num-steps", "ten", ("ten",)),
-        ("reward_model", "--seed", "ten", ("ten",)),
-        ("gspo", "--clip-eps-low", "ten", ("ten",)),
-        ("reinforce", "--baseline", "median", ("median",)),
-    ):
-        shown = (re.escape(value),) if words else ()
-        yield Case(script, "command line", f"{bad} {value!r}", (bad, *shown, *words), line=[bad, value])
+    unparsable = "grpo --precision float16, sft --precision , dpo --precision 8, reward_model --lora-rank -1, "
+    unparsable += "ppo_rlhf --lora-rank 1.5, gspo --lora-rank abc"
+    unknown = "grpo --group-sizes 4, dpo --betas 4, sft --epochs 4, ppo_rlhf --kl 4"
+    no_number = "dapo --num-steps ten, reward_model --seed ten, gspo --clip-eps-low ten, reinforce --baseline median"
+    for calls, words in ((unparsable, (wrong,)), (unknown, ()), (no_number, ("ten|median",))):
+        for script, bad, value in (call.split(" ") for call in calls.split(", ")):
+            shown = (re.escape(value),) if words else ()
+            yield Case(script, "command line", f"{bad} {value!r}", (bad, *shown, *words), line=[bad, value])
     for script in ("dr_grpo", "sft"):
         yield Case(script, "command line", "--num-steps without value", ("--num-steps",), line=["--num-steps"])
 

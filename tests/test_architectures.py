@@ -1,19 +1,14 @@
 """Which architectures of transformers train: tiny random models against plain forward passes of each sequence alone."""
 
 import re
-import sys
-from pathlib import Path
 
+import models
 import pytest
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import grpo
-
-sys.path.insert(0, str(Path(grpo.__file__).parent / "docs"))
-
-import models
 
 PAD, VOCABULARY, STOP_IDS = 0, 47, [5, 7, 9, 11, 13, 15, 17, 19, 21]
 # Each config is given those of these that it knows.

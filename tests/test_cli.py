@@ -43,7 +43,8 @@ def folder(tmp_path, monkeypatch):
 
 
 def write_sums(path):
-    write_jsonl(path, [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(1, 11)])
+    answers = [{"answer": i + 1, "chosen": str(i + 1), "rejected": str(i)} for i in range(1, 11)]
+    write_jsonl(path, [{"prompt": f"{i}+1=", **answer} for i, answer in enumerate(answers, 1)])
 
 
 def names_of(script):
@@ -67,7 +68,7 @@ BAD_SETTINGS = [  # which the same lines refuse in every script
     ({"minibatch_size": 3}, "^--minibatch-size 3 does not divide the 4 completions"),
     ({"max_completion_length": 300}, "30[6-9] .*context of 256"),
     ({"max_prompt_length": 3}, "^--dataset sums.jsonl: .*0 training rows .*3 tokens"),
-    ({"precision": "float16"}, "^--precision float16: must be bfloat16 or float32"),
+    *[({"precision": wrong}, f"^--precision {wrong}: must be bfloat16 or float32") for wrong in ("float16", "", 16)],
 ]
 POSITIVE = (
     "prompts_per_step group_size temperature microbatch_tokens update_epochs max_grad_norm learning_rate clip_eps"
@@ -90,7 +91,14 @@ BAD_CASES += [
     (grpo_tools, {"tool_tokens": 0}, "^--tool-tokens"),
 ]
 BAD_CASES += [(ppo_rlhf, {"gamma": math.nan}, "^--gamma nan"), (sft, {"weight_decay": -1.0}, "^--weight-decay -1.0")]
-BAD_CASES += [(dpo, {"label_smoothing": math.inf}, "^--label-smoothing inf")]
+BAD_CASES += [(dpo, {"label_smoothing": wrong}, f"^--label-smoothing {wrong}") for wrong in (0.5, math.inf)]
+BAD_CASES += [(script, {"max_completion_length": 250}, "2[5-9][0-9].* context of 256") for script in (reward_model, dpo)]
+BAD_CASES += [
+    (ppo_rlhf, {"model": "some/model"}, "^--reward-model.* reward_model.py, or none"),
+    (ppo_rlhf, {"reward_model": str(TINY)}, "^--reward-model .*models/tiny: .*no scores.* reward_model.py"),
+    (ppo_rlhf, {"prompts_per_step": 6, "minibatch_size": 4}, "^--minibatch-size 4 does not divide"),
+    (ppo_rlhf, {"gamma": 1.01}, "^--gamma 1.01: must be at most 1"),
+]
 
 
 @pytest.mark.parametrize("script, settings, expected", BAD_CASES)

@@ -16,78 +16,25 @@ SCORED = ("reward_model", "ppo_rlhf")
 SAMPLED = (*ONLINE, "ppo_rlhf")
 LOGPROBS = ("sft", "dpo", *SAMPLED)
 ALL = (*LOGPROBS, "reward_model")
-# [(name, the scripts in which it is identical)]; a name comes twice where two families have each their own.
-SHARED = [
-    ("by_model", ALL),
-    ("init_ranks", ALL),
-    ("resolve_args", ALL),
-    ("one_line", ALL),
-    ("all_reduce", ALL),
-    ("check_args", ALL),
-    ("load_tokenizer", ALL),
-    ("find_turn_end", ALL),
-    ("encode_prompt", ALL),
-    ("load_rows", ALL),
-    ("add_adapters", ALL),
-    ("find_blocks", ALL),
-    ("load_model", LOGPROBS),
-    ("find_stop_ids", LOGPROBS),
-    ("check_model", SAMPLED),
-    ("check_model", ("sft", "dpo")),
-    ("token_logprobs", LOGPROBS),
-    ("head_logprobs", LOGPROBS),
-    ("shard", ALL),
-    ("in_bfloat16", ALL),
-    ("cast", ALL),
-    ("LogprobModel", LOGPROBS),
-    ("open_run", ALL),
-    ("load_state", ALL),
-    ("catch_signals", ALL),
-    ("pick_rows", ALL),
-    ("collate", ("sft", "ppo_rlhf")),
-    ("pad_left", ALL),
-    ("microbatches", ALL),
-    ("step_optimizer", ALL),
-    ("evaluate", ONLINE),
-    ("log_step", ("sft", "dpo", "ppo_rlhf", "reward_model")),
-    ("log_step", ONLINE),
-    ("append_line", ALL),
-    ("save", ALL),
-    ("end_run", ALL),
-    ("is_right", SAMPLED),
-    ("reward_fn", SAMPLED),
-    ("score_completions", SAMPLED),
-    ("load_prompts", ONLINE),
-    ("read_prompt", SAMPLED),
-    ("parse_answer", SAMPLED),
-    ("generate", SAMPLED),
-    ("sample_tokens", SAMPLED),
-    ("gathered", SAMPLED),
-    ("rollout", SAMPLED),
-    ("sample_completions", SAMPLED),
-    ("extract_answer", SAMPLED),
-    ("lookup_logprobs", ONLINE),
-    ("step_metrics", ONLINE),
-    ("step_metrics", PAIRS),
-    ("load_pairs", PAIRS),
-    ("split_pair", PAIRS),
-    ("encode_completion", PAIRS),
-    ("collate_pairs", PAIRS),
-    ("load_reward_model", SCORED),
-    ("hidden_states", SCORED),
-    ("ScoreModel", SCORED),
-    ("sequence_scores", SCORED),
-]
-# Functions of one name that differ by design: everywhere, or in scripts that are not in the table.
-OWN = {
-    "Args",
-    "compute_advantages",
-    "policy_loss",
-    "preference_loss",
-    "microbatch_loss",
-    "accumulate_gradients",
-    "main",
+# {scripts: what is identical in them}; a name comes twice where two families have each their own.
+SHARED = {
+    ALL: """by_model init_ranks resolve_args one_line all_reduce check_args load_tokenizer find_turn_end
+        encode_prompt load_rows add_adapters find_blocks shard in_bfloat16 cast open_run load_state
+        catch_signals pick_rows pad_left microbatches step_optimizer append_line save end_run""",
+    LOGPROBS: "load_model find_stop_ids token_logprobs head_logprobs LogprobModel",
+    SAMPLED: """check_model is_right reward_fn score_completions read_prompt parse_answer generate
+        sample_tokens gathered rollout sample_completions extract_answer""",
+    ("sft", "dpo"): "check_model",
+    ("sft", "ppo_rlhf"): "collate",
+    ONLINE: "evaluate log_step load_prompts lookup_logprobs step_metrics",
+    ("sft", "dpo", "ppo_rlhf", "reward_model"): "log_step",
+    PAIRS: "step_metrics load_pairs split_pair encode_completion collate_pairs",
+    SCORED: "load_reward_model hidden_states ScoreModel sequence_scores",
 }
+# [(name, the scripts in which it is identical)]
+SHARED = [(name, scripts) for scripts, names in SHARED.items() for name in names.split()]
+# Functions of one name that differ by design: everywhere, or in scripts that are not in the table.
+OWN = {*"Args compute_advantages policy_loss preference_loss microbatch_loss accumulate_gradients main".split()}
 OWN_OF = {
     "check_model": {"reward_model"},
     "evaluate": {"ppo_rlhf", "reward_model", "sft"},

@@ -1,16 +1,11 @@
 """benchmark/details.py: its edits fit the scripts as they are now, and its tables are means over seeds."""
 
-import sys
 from dataclasses import fields
 from importlib import import_module
-from pathlib import Path
 
+import details
 import pytest
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "benchmark"))
-
-import details  # noqa: E402, after its folder is on the path
+from test_copies import ROOT
 
 CASES = [(script, detail) for script, found in details.DETAILS.items() for detail in found]
 

@@ -1,26 +1,19 @@
 """examples/judge.py: its verdicts against the model's own logits, both orders asked, and files that others take."""
 
-import json
 import runpy
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from test_models import FORMS, make_folder, make_tokenizer
-from tiny import load
+from tiny import ROOT, load, read_jsonl, write_jsonl
 
 import dpo
 import reward_model
 
-ROOT = Path(dpo.__file__).parent
 JUDGE = ROOT / "examples" / "judge.py"
 WORDS = "red green blue one two three up down left right in out".split()
 PAIRS = [{"prompt": f"Say {a}.", "chosen": a, "rejected": b} for a, b in zip(WORDS, WORDS[5:] + WORDS[:5])]
-
-
-def read(path):
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
 @pytest.fixture
@@ -28,12 +21,12 @@ def judge(tmp_path, monkeypatch, capsys):
     """Call the command on rows; return the rows it wrote and what it printed."""
 
     def call(rows, *flags):
-        (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_jsonl(tmp_path / "pairs.jsonl", rows)
         out = tmp_path / "new" / f"{len([*tmp_path.glob('new/*')])}.jsonl"
         line = ["judge.py", "--dataset", str(tmp_path / "pairs.jsonl"), "--out", str(out)]
         monkeypatch.setattr(sys, "argv", [*line, *map(str, flags)])
         runpy.run_path(str(JUDGE), run_name="__main__")
-        return read(out), capsys.readouterr().out
+        return read_jsonl(out), capsys.readouterr().out
 
     return call
 
@@ -57,7 +50,7 @@ def next_logprobs(model, ids):
 
 def test_by_logprob_the_likelier_completion_per_token_is_chosen(judge):
     model, tokenizer = load(dpo, ROOT / "models" / "tiny")
-    rows = read(ROOT / "data" / "preferences" / "test.jsonl")[:24]
+    rows = read_jsonl(ROOT / "data" / "preferences" / "test.jsonl")[:24]
     expected = []
     for row in rows:
         means = []

@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiny import ROOT, read_jsonl
 
 import sft
 
-ROOT = Path(__file__).resolve().parents[1]
 FLAGS = "--eval-prompts 6 --prompts-per-step 4 --group-size 4 --minibatch-size 8 --max-completion-length 14"
 
 
@@ -28,10 +28,6 @@ def load(name):
 rewards = load("rewards")
 
 
-def read(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_the_data_are_the_same_bytes_and_half_of_them_sorted(tmp_path):
     make = load("make")
     make.main(tmp_path / "one")
@@ -39,7 +35,7 @@ def test_the_data_are_the_same_bytes_and_half_of_them_sorted(tmp_path):
     seen = []
     for name, count in make.FILES.items():
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
-        rows = read(tmp_path / "one" / name)
+        rows = read_jsonl(tmp_path / "one" / name)
         digits = [row["prompt"].rstrip("=").split() for row in rows]
         right = [row.get("answer", row.get("completion")) == " ".join(sorted(d)) for row, d in zip(rows, digits)]
         assert len(rows) == count and {len(d) for d in digits} == {4, 5, 6}
@@ -87,11 +83,11 @@ def test_the_shell_script_trains_goes_on_and_shows(tmp_path):
 
     run(STEPS="1")
     folder = tmp_path / "inclusion__3"
-    first = read(folder / "metrics.jsonl")
+    first = read_jsonl(folder / "metrics.jsonl")
     told = run(STEPS="2")  # the run of one step goes on to two
-    lines = read(folder / "metrics.jsonl")
+    lines = read_jsonl(folder / "metrics.jsonl")
     assert [line["step"] for line in lines] == [0, 1, 2] and lines[:2] == first
-    samples = [row for row in read(folder / "eval_samples.jsonl") if row["step"] == 2]
+    samples = [row for row in read_jsonl(folder / "eval_samples.jsonl") if row["step"] == 2]
     right = [rewards.exact(row["completion"], row["answer"]) for row in samples]
     assert len(samples) == 6 and lines[2]["eval/accuracy"] == sum(right) / 6
     for row in samples:

@@ -4,22 +4,19 @@ The shells run as they are; what they call python for is done in this process, w
 """
 
 import importlib
-import json
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import datasets
 import pytest
 import tyro
+from tiny import ROOT, read_jsonl
 
 import grpo
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.extend([str(ROOT / "tools"), str(ROOT / "examples")])
-
+sys.path.append(str(ROOT / "examples"))
 SCORE = grpo.score_completions
 format_reward = importlib.import_module("format_reward")  # which assigns its own
 grpo.score_completions = SCORE
@@ -57,7 +54,6 @@ exit "$status"
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     Path("sums").mkdir()
     for split, count in (("train", 16), ("test", 4)):
         rows = (ROOT / f"data/addition/{split}.jsonl").read_text().splitlines(keepends=True)
@@ -122,7 +118,7 @@ def flag(words, name):
 
 
 def logged(stage):
-    lines = [json.loads(line) for line in Path("runs", stage, "metrics.jsonl").read_text().splitlines()]
+    lines = read_jsonl(f"runs/{stage}/metrics.jsonl")
     return [{key: value for key, value in line.items() if not key.startswith("perf/")} for line in lines]
 
 
@@ -146,10 +142,7 @@ def test_stages_go_on_from_each_other_and_a_second_call_only_prints_the_table(na
 def check_pipeline(asked):
     """Its rewards are of accuracy and format, what it keeps is right by the rule, and its cold start has thoughts."""
     assert [Path(words[0]).name for words in asked if "rl_" in words[-1]] == ["format_reward.py"] * 2
-    cold, right, rows = (
-        [json.loads(line) for line in Path(path).read_text().splitlines()]
-        for path in ("runs/cold.jsonl", "runs/thoughts.jsonl", "sums/train.jsonl")
-    )
+    cold, right, rows = map(read_jsonl, ("runs/cold.jsonl", "runs/thoughts.jsonl", "sums/train.jsonl"))
     assert len(cold) == 256 and all(format_reward.has_format(row["completion"]) for row in cold)
     answers = {row["prompt"]: row["answer"] for row in rows}
     assert right and all(grpo.is_right(row["completion"], answers[row["prompt"]]) for row in right)
@@ -223,7 +216,7 @@ def test_its_runs_log_accuracy_by_the_rule_and_go_on_with_it_alone():
         assert done.returncode == status, done.stderr
         assert ("of 4 completions\n" in done.stdout) == (status == 0)
     assert len(logged("a")) == 3
-    samples = [json.loads(line) for line in Path("runs/a/eval_samples.jsonl").read_text().splitlines()]
+    samples = read_jsonl("runs/a/eval_samples.jsonl")
     for line in logged("a")[::2]:
         own = [sample for sample in samples if sample["step"] == line["step"]]
         right = [grpo.is_right(sample["completion"], sample["answer"]) for sample in own]

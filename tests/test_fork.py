@@ -13,8 +13,7 @@ import torch
 from test_copies import MARKER
 from test_gradients import model, rows  # noqa: F401, fixtures that the page's test imports, too
 from test_losses import hand_inputs  # noqa: F401
-from test_training import read
-from tiny import ROOT, build_model, make_args, make_batch, relative_error
+from tiny import ROOT, build_model, make_args, make_batch, read_jsonl, record, relative_error
 
 import cispo
 import grpo
@@ -59,20 +58,14 @@ def forks(folder):
 
 def train(fork, folder):
     """A run of two steps of two minibatches: its metrics, samples, and the divisors and tokens of its rollouts."""
-    divisors, tokens, accumulate = [], [], fork.accumulate_gradients
-
-    def recorded(policy, batch, rows, divisor, *rest):  # noqa: F811
-        divisors.append(divisor)
-        tokens.append(batch["completion_mask"].sum().item())
-        return accumulate(policy, batch, rows, divisor, *rest)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fork, "accumulate_gradients", recorded)
+        calls = record(patch, fork, "accumulate_gradients")
         fork.main(fork.Args(run_dir=str(folder), num_steps=2, eval_prompts=4, seed=3, **SIZES))
-    lines, samples = read(folder / "metrics.jsonl"), read(folder / "samples.jsonl")
+    lines, samples = read_jsonl(folder / "metrics.jsonl"), read_jsonl(folder / "samples.jsonl")
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert all(math.isfinite(value) for line in lines for value in line.values())
     assert all(line["optim/grad_norm"] > 0 and line["policy/approx_kl"] > 0 for line in lines[1:])
+    divisors, tokens = zip(*((given[3], given[1]["completion_mask"].sum().item()) for given, _ in calls))
     return lines, samples, divisors, tokens
 
 
@@ -103,7 +96,7 @@ def test_the_length_penalty_is_what_the_page_says(forks, tmp_path):
     lines, samples, divisors, _ = train(forks["my_short"], tmp_path / "run")
     found = {(text, reward) for line in samples for text, reward in zip(line["completions"], line["rewards"])}
     right = [(text, reward) for text, reward in found if reward]
-    assert right and len(right) < len(found) and divisors == [8] * 4
+    assert right and len(right) < len(found) and divisors == (8,) * 4
     assert [reward for _, reward in right] == pytest.approx([0.5 ** (len(text) / 1000) for text, _ in right])
     assert lines[0]["eval/reward"] < lines[0]["eval/accuracy"]  # which counts is_right
 

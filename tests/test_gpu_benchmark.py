@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmark"))
-
 import gpu as benchmark
 import pytest
 import torch.distributed as dist

@@ -1,18 +1,14 @@
 """docs/kl.md: what it says of estimators of the KL divergence, and that grpo.py and ppo_rlhf.py have those it says."""
 
-import sys
 from pathlib import Path
 
+import kl
 import pytest
 import torch
 from tiny import relative_error
 
 import grpo
 import ppo_rlhf
-
-sys.path.insert(0, str(Path(grpo.__file__).parent / "docs"))
-
-import kl
 
 
 @pytest.fixture(scope="module")

@@ -3,15 +3,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import SIZES, TINY, build_model, load, make_args, make_batch
-from transformers import (
-    AutoTokenizer,
-    CohereConfig,
-    Gemma2Config,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-)
+from tiny import SIZES, build_model, load, make_args, make_batch
+from transformers import CohereConfig, Gemma2Config, GPT2Config, GPT2LMHeadModel, LlamaConfig
 
 import grpo
 
@@ -190,20 +183,12 @@ def test_too_short_a_context_is_refused():
         grpo.check_model(build_model("gpt2"), [3, 4, 5, 6], 65)
 
 
-@pytest.fixture(scope="module")
-def saved_gpt2(tmp_path_factory):
-    """A folder with parameters in bfloat16, with the parameters."""
-    folder = tmp_path_factory.mktemp("gpt2")
-    tokenizer = AutoTokenizer.from_pretrained(TINY)
+def test_parameters_are_float32_whatever_the_folder_holds(tokenizer, tmp_path):
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=len(tokenizer), n_embd=16, n_layer=2, n_head=2, n_positions=64)
-    model = GPT2LMHeadModel(config).to(torch.bfloat16)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder), dict(model.named_parameters())
-
-
-def test_parameters_are_float32_whatever_the_folder_holds(saved_gpt2):
-    model, _ = load(grpo, saved_gpt2[0])
+    saved = GPT2LMHeadModel(config).to(torch.bfloat16)
+    saved.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    saved, (model, _) = dict(saved.named_parameters()), load(grpo, tmp_path)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    assert all(torch.equal(value, saved_gpt2[1][name].float()) for name, value in model.named_parameters())
+    assert all(torch.equal(value, saved[name].float()) for name, value in model.named_parameters())

@@ -4,20 +4,19 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 os.environ["MPLBACKEND"] = "Agg"  # no window
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 
 import look
 import plot
 import pytest
+from tiny import ROOT, read_jsonl, write_jsonl
 
 import dpo
 import grpo
 
-TOOLS = Path(__file__).resolve().parents[1] / "tools"
+TOOLS = ROOT / "tools"
 HOSTILE = '</script><img src=x onerror=alert(1)><!--<script>alert(2)</script> & &lt; \u2028 \ud800 @RUN@ "q" \\u003c'
 
 
@@ -27,12 +26,8 @@ def write_run(folder, rows, script="grpo", **settings):
     about = {"script": script, "entry": settings.pop("entry", f"{script}.py"), "data": ["8 training rows (abc)"]}
     args = {"model": "models/tiny", "learning_rate": 0.1, "seed": 1, "run_dir": str(folder), "run": about} | settings
     (folder / "args.json").write_text(json.dumps(args))
-    write_rows(folder / "metrics.jsonl", rows)
+    write_jsonl(folder / "metrics.jsonl", rows)
     return folder
-
-
-def write_rows(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def accuracies(*values):
@@ -186,10 +181,6 @@ def test_the_page_itself_loads_nothing_and_inserts_no_html():
     assert len((TOOLS / "look.py").read_text().splitlines()) <= 150
 
 
-def read_jsonl(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def tiny_run(script, folder, data, **settings):
     """Two steps of the embedded model on a few rows of its data."""
     rows = (TOOLS.parent / "data" / data / "train.jsonl").read_text().splitlines(keepends=True)[:12]
@@ -229,8 +220,8 @@ def test_a_hostile_run_cannot_leave_its_element(tmp_path):
     run = write_run(tmp_path / "a", rows, system_prompt=HOSTILE)
     samples = [{"step": 1, "prompt": [{"role": "user", "content": HOSTILE}], "completions": [HOSTILE], "rewards": [1]}]
     evaluations = [{"step": 1, "prompt": HOSTILE, "answer": HOSTILE, "completion": HOSTILE, "reward": 1.0}]
-    write_rows(run / "samples.jsonl", samples)
-    write_rows(run / "eval_samples.jsonl", evaluations)
+    write_jsonl(run / "samples.jsonl", samples)
+    write_jsonl(run / "eval_samples.jsonl", evaluations)
     with (run / "samples.jsonl").open("a") as file:
         file.write('{"step": 2, "pro')
     data = read_page(run)

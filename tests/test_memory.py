@@ -3,21 +3,16 @@
 import sys
 from pathlib import Path
 
+import memory
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen2Config
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
-
-import memory
-
 import grpo
 import ppo_rlhf
 
-PAGE, CPU = Path(__file__).resolve().parents[1] / "docs" / "memory.md", torch.device("cpu")
-
-
+PAGE, CPU = Path(grpo.__file__).parent / "docs" / "memory.md", torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("alone")
 
 
@@ -29,18 +24,9 @@ def cpu_chunks(monkeypatch):
 
 def make_config(hidden=64, inner=256, layers=4, vocab=300, tied=True, shared=1):
     """Where queries share keys, PyTorch keeps copies of these on a CPU, but not on a GPU: here each has its own."""
-    return Qwen2Config(
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=4 // shared,
-        vocab_size=vocab,
-        tie_word_embeddings=tied,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "vocab_size": vocab}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4 // shared, "tie_word_embeddings": tied}
+    return Qwen2Config(**sizes, bos_token_id=None, eos_token_id=1, pad_token_id=0)
 
 
 def make_settings(script="grpo", **settings):

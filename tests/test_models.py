@@ -8,7 +8,8 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from bad_inputs import cut, remove, weights
+from safetensors.torch import load_file
 from tiny import PAD_ID, PROMPTS, ROOT, SIZES, TINY, build_model, edit_json, load, load_scorer, write_jsonl
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -106,7 +107,8 @@ def test_what_ends_a_turn_is_sampled_trained_compared_and_saved(form, tmp_path):
     ids, trained = sft.encode_row(tokenizer, {"prompt": "1+1=", "completion": "2"}, "", stop_ids)
     assert [token for token, is_trained in zip(ids, trained) if is_trained] == [*tokenizer.encode("2"), end_of_turn]
     # dpo.py and reward_model.py compare completions that end in it.
-    pairs = write_jsonl(tmp_path / "pairs.jsonl", [{"prompt": f"{i}+1=", "chosen": "2", "rejected": "3"} for i in "123"])
+    rows = [{"prompt": f"{i}+1=", "chosen": "2", "rejected": "3"} for i in "123"]
+    pairs = write_jsonl(tmp_path / "pairs.jsonl", rows)
     for script in (dpo, reward_model):
         loaded = script.load_pairs(pairs, tokenizer, "", 64, 8, 1, script.find_turn_end(tokenizer))
         assert loaded[0][0]["chosen_ids"] == [*tokenizer.encode("2"), end_of_turn]
@@ -195,26 +197,6 @@ def test_a_language_model_gets_a_new_head_or_is_refused_whatever_its_architectur
 # ---- folders with something wrong
 
 
-def change_weights(change):
-    """A function of a folder that applies change to the dict of its weights."""
-
-    def edit(folder):
-        state = load_file(folder / "model.safetensors")
-        change(state)
-        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-
-    return edit
-
-
-def cut_off(folder):
-    data = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
-
-
-def remove(*names):
-    return lambda folder: [(folder / name).unlink() for name in names]
-
-
 def write_config(text):
     return lambda folder: (folder / "config.json").write_text(text)
 
@@ -230,17 +212,14 @@ def add_token_to_template(folder):
     tokenizer.save_pretrained(folder)
 
 
-NORM, UP = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
+NORM, UP, EMBEDDING = "model.norm.weight", "model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"
 FAULTS = {
-    "tensor missing": (change_weights(lambda state: state.pop(UP)), f"it lacks {UP}"),
-    "embedding missing": (
-        change_weights(lambda state: state.pop("model.embed_tokens.weight")),
-        "it lacks (lm_head|model.embed_tokens).weight",
-    ),
-    "wrong size": (change_weights(lambda state: state.update({NORM: torch.ones(95)})), "size"),
-    "nan": (change_weights(lambda state: state[NORM].fill_(torch.nan)), ""),
-    "inf": (change_weights(lambda state: state[UP][3].fill_(torch.inf)), ""),
-    "half a file": (cut_off, "cannot be loaded"),
+    "tensor missing": (weights(UP, lambda _: None), f"it lacks {UP}"),
+    "embedding missing": (weights(EMBEDDING, lambda _: None), "it lacks (lm_head|model.embed_tokens).weight"),
+    "wrong size": (weights(NORM, lambda _: torch.ones(95)), "size"),
+    "nan": (weights(NORM, lambda value: value.fill_(torch.nan)), ""),
+    "inf": (weights(UP, lambda value: value.index_fill(0, torch.tensor(3), torch.inf)), ""),
+    "half a file": (cut("model.safetensors", 100_000), "cannot be loaded"),
     "no weights": (remove("model.safetensors"), "cannot be loaded: .*no file named model.safetensors"),
     "no tokenizer": (remove("tokenizer.json", "tokenizer_config.json"), None),  # but an empty one of its kind
     "broken config": (write_config('{"model_type": "qwen3",'), ""),

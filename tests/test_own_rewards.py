@@ -1,13 +1,12 @@
 """Rewards of a user's own: what they are given, what is asked of them, and what is then reported."""
 
-import json
 import math
 import re
 
 import numpy
 import pytest
 import torch
-from tiny import SCRIPTS
+from tiny import SCRIPTS, read_jsonl, write_jsonl
 
 import dapo
 import dr_grpo
@@ -19,14 +18,13 @@ ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i), "level": i % 3} for i in r
 
 
 def small_args(script, folder, rows=ROWS, **settings):
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     names = vars(script.Args())
-    given = SMALL | {"dataset": str(folder / "rows.jsonl"), "run_dir": str(folder / "run")} | settings
+    given = SMALL | {"dataset": write_jsonl(folder / "rows.jsonl", rows), "run_dir": str(folder / "run")} | settings
     return script.Args(**{name: value for name, value in given.items() if name in names})
 
 
 def logged(folder, name="metrics"):
-    return [json.loads(line) for line in (folder / "run" / f"{name}.jsonl").read_text().splitlines()]
+    return read_jsonl(folder / "run" / f"{name}.jsonl")
 
 
 def rewards_of(monkeypatch, rewards):
@@ -123,7 +121,7 @@ def test_the_reward_that_is_trained_on_is_logged_beside_the_rule_s(script, tmp_p
     else:
         assert line["reward/trained_mean"] < 2 * line["reward/mean"] - 1
     grpo.main(small_args(grpo, tmp_path, run_dir=str(tmp_path / "grpo")))
-    assert "reward/trained_mean" not in json.loads((tmp_path / "grpo" / "metrics.jsonl").read_text().splitlines()[1])
+    assert "reward/trained_mean" not in read_jsonl(tmp_path / "grpo" / "metrics.jsonl")[1]
 
 
 # ---- nothing to learn from

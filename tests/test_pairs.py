@@ -7,6 +7,7 @@ import re
 from collections import Counter
 
 import pytest
+from bad_inputs import assistant, user
 from test_data import ALTERNATING, TEMPLATE, word_tokenizer, write_rows
 from tiny import ROOT, TINY, read_jsonl
 
@@ -19,14 +20,6 @@ ASSISTANT = "\n\nAssistant:"
 STOP_ID = 5  # <|end|> of models/tiny
 ROWS = [{"prompt": f"{i}+1=", "chosen": f"{i + 1}", "rejected": f"{i + 2}"} for i in range(1, 9)]
 EMPTY, IDENTICAL = "without shared prompt, or empty", "identical"
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def assistant(text):
-    return {"role": "assistant", "content": text}
 
 
 def load(tmp_path, rows, tokenizer, lengths=(32, 48), num_held_out=1, system_prompt="", stop_id=STOP_ID):

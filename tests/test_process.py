@@ -1,7 +1,6 @@
 """grpo_process.py: steps in the text and among the tokens, their advantages by hand, and what main makes of them."""
 
 import itertools
-import json
 import warnings
 
 import pytest
@@ -9,6 +8,7 @@ import tokenizers
 import torch
 from test_copies import definitions
 from test_losses import gradient_of, random_inputs, tensor
+from tiny import read_jsonl, record
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -238,34 +238,24 @@ def test_gradients_are_accumulated_as_in_grpo():
 
 def train(folder, monkeypatch, **settings):
     """Run main; return its metrics, and what reached accumulate_gradients: batches and rows."""
-    seen, accumulate = [], grpo_process.accumulate_gradients
-
-    def recorded(policy, batch, rows, *rest):
-        seen.append((batch, rows.tolist()))
-        return accumulate(policy, batch, rows, *rest)
-
-    monkeypatch.setattr(grpo_process, "accumulate_gradients", recorded)
+    calls = record(monkeypatch, grpo_process, "accumulate_gradients")
     settings = SMALL | {"eval_prompts": 0, "run_dir": str(folder / "run")} | settings
     grpo_process.main(grpo_process.Args(**settings))
-    return json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[1]), seen
+    seen = [(batch, rows.tolist()) for (_, batch, rows, *_), _ in calls]
+    return read_jsonl(folder / "run" / "metrics.jsonl")[1], seen
 
 
 def test_main_gives_each_token_the_rewards_of_the_steps_to_come(tmp_path, monkeypatch):
     """A step after every second character, right where that is a digit."""
-    calls, rollouts, rollout = [], [], grpo_process.rollout
+    calls, rollouts = [], record(monkeypatch, grpo_process, "rollout")
 
     def step_rewards(completion, row):
         calls.append((completion, row["prompt"]))
         return [(end, float(completion[end - 1].isdigit())) for end in range(2, len(completion) + 1, 2)]
 
-    def recorded(*args):
-        rollouts.append((args[2], *rollout(*args)))
-        return rollouts[-1][1:]
-
     monkeypatch.setattr(grpo_process, "step_rewards", step_rewards)
-    monkeypatch.setattr(grpo_process, "rollout", recorded)
     line, seen = train(tmp_path, monkeypatch, kl_coef=0.0)
-    (prompts, batch, texts), tokenizer = rollouts[0], grpo_process.load_tokenizer(grpo_process.MODEL)
+    ((_, _, prompts, *_), (batch, texts)), tokenizer = rollouts[0], grpo_process.load_tokenizer(grpo_process.MODEL)
     assert calls == [(text, prompts[row // 4]["prompt"]) for row, text in enumerate(texts)]
     ids, rewards = batch["completion_ids"].tolist(), batch["rewards"].tolist()
     steps = [

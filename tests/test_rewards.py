@@ -1,21 +1,16 @@
 """The verifier: what it accepts and, above all, what it refuses."""
 
-import json
 import random
 import re
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
+from tiny import ROOT, read_jsonl
 
 import grpo
 
-DATA = Path(__file__).parent / "data"
+DATA = ROOT / "tests" / "data"
 REFUSED_RIGHT_ANSWERS = 28  # of 74: phrases, units, algebra and the like, which a strict verifier leaves alone
-
-
-def read_lines(name):
-    return [json.loads(line) for line in (DATA / name).read_text(encoding="utf-8").splitlines()]
 
 
 def box(text):
@@ -26,20 +21,20 @@ def box(text):
 
 
 def test_no_wrong_answer_of_the_collection_is_accepted():
-    wrong = [row for row in read_lines("verifier_cases.jsonl") if row["expect"] == 0]
+    wrong = [row for row in read_jsonl(DATA / "verifier_cases.jsonl") if row["expect"] == 0]
     assert len(wrong) == 76
     assert [row["id"] for row in wrong if grpo.reward_fn(row["completion"], row["gold"]) != 0.0] == []
 
 
 def test_no_more_right_answers_of_the_collection_are_refused_than_before():
-    right = [row for row in read_lines("verifier_cases.jsonl") if row["expect"] == 1]
+    right = [row for row in read_jsonl(DATA / "verifier_cases.jsonl") if row["expect"] == 1]
     refused = [row["id"] for row in right if grpo.reward_fn(row["completion"], row["gold"]) != 1.0]
     print(f"{len(refused)} of {len(right)} right answers refused: {refused}")
     assert len(refused) <= REFUSED_RIGHT_ANSWERS
 
 
 def test_labels_of_gsm8k_solutions():
-    rows = read_lines("gsm8k_solutions_200.jsonl")
+    rows = read_jsonl(DATA / "gsm8k_solutions_200.jsonl")
     assert len(rows) == 200
     assert [grpo.reward_fn(row["completion"], row["gold"]) for row in rows] == [float(row["label"]) for row in rows]
 

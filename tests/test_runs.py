@@ -308,4 +308,5 @@ def test_weights_and_biases_is_told_each_step_and_only_where_it_is_asked_for(run
     assert modes == ["disabled", None]
     assert logged == read_jsonl(run / "metrics.jsonl")[3:]
     grpo.main(grpo.Args(resume=str(run), num_steps=5, track=True))
-    assert [*run.glob("wandb/offline-run-*")]
+    [log] = run.glob("wandb/offline-run-*/*.wandb")
+    assert b"reward/mean" in log.read_bytes()

@@ -10,50 +10,37 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import datasets
 import pytest
+import sample
 import torch
 from test_models import FORMS, make_folder, make_tokenizer
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
-
-import sample
+from tiny import ROOT, read_jsonl, write_jsonl
 
 import dpo
 import grpo
 import sft
 
 pytestmark = pytest.mark.usefixtures("alone")
-ROOT = Path(grpo.__file__).parent
-TRAIN, TEST = ([json.loads(line) for line in (ROOT / f"data/addition/{s}.jsonl").open()] for s in ("train", "test"))
+TRAIN, TEST = (read_jsonl(ROOT / f"data/addition/{split}.jsonl") for split in ("train", "test"))
 
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
 
 
 def run(*flags):
     """Run the tool with these flags, on a few sums where they name no data."""
     if not {"--dataset", "--prompt", "--split"} & {*flags}:
-        write("sums.jsonl", TEST[:32])
+        write_jsonl("sums.jsonl", TEST[:32])
         flags = ("--dataset", "sums.jsonl", "--eval-prompts", 16, *flags)
     sample.main(sample.parse_args([str(flag) for flag in flags]))
 
 
-def read(path):
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
-
-
-def write(path, rows):
-    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def test_kept_and_printed_rewards_are_those_of_the_rule(capsys):
     run("--split", "train", "--num-prompts", 12, "--num-samples", 4, "--rollout-batch-size", 20, "--out", "a.jsonl")
-    rows, shown = read("a.jsonl"), capsys.readouterr().out
+    rows, shown = read_jsonl("a.jsonl"), capsys.readouterr().out
     assert [row["prompt"] for row in rows] == [row["prompt"] for row in TRAIN[:12] for _ in range(4)]
     answers = [row["answer"] for row in TRAIN[:12] for _ in range(4)]
     right = [grpo.is_right(row["completion"], answer) for row, answer in zip(rows, answers)]
@@ -79,9 +66,9 @@ def test_pass_at_k_is_the_share_of_draws_of_k_with_a_right_one():
 
 def test_a_reward_that_needs_no_answers_is_kept_as_the_number_it_is(monkeypatch, capsys):
     monkeypatch.setattr(grpo, "reward_fn", lambda completion, _: len(completion) + 0.7)
-    write("rows.jsonl", [{"prompt": f"{i}+1="} for i in range(1, 9)])
+    write_jsonl("rows.jsonl", [{"prompt": f"{i}+1="} for i in range(1, 9)])
     run("--dataset", "rows.jsonl", "--eval-prompts", 3, "--num-samples", 2, "--out", "a.jsonl")
-    rows, shown = read("a.jsonl"), capsys.readouterr().out
+    rows, shown = read_jsonl("a.jsonl"), capsys.readouterr().out
     assert [row["prompt"] for row in rows[::2]] == ["1+1=", "5+1=", "8+1="]
     assert [row["reward"] for row in rows] == [len(row["completion"]) + 0.7 for row in rows]
     assert "mean reward" in shown and "accuracy" not in shown
@@ -96,8 +83,8 @@ def test_greedy_completions_are_those_of_an_evaluation_and_samples_are_of_the_se
     args = grpo.resolve_args(grpo.Args())
     _, prompts, _ = grpo.load_prompts("sums.jsonl", tokenizer, "", args.max_prompt_length, 16)
     _, texts = grpo.rollout(model, tokenizer, prompts, 1, 0.0, stop_ids, args)
-    assert [row["completion"] for row in read("a.jsonl")] == texts
-    assert [row["prompt"] for row in read("a.jsonl")] == [row["prompt"] for row in prompts]
+    assert [row["completion"] for row in read_jsonl("a.jsonl")] == texts
+    assert [row["prompt"] for row in read_jsonl("a.jsonl")] == [row["prompt"] for row in prompts]
     for name, seed in (("c", 1), ("d", 1), ("e", 2)):
         run("--num-prompts", 8, "--num-samples", 2, "--seed", seed, "--out", f"{name}.jsonl")
     assert Path("c.jsonl").read_text() == Path("d.jsonl").read_text() != Path("e.jsonl").read_text()
@@ -113,10 +100,10 @@ ROWS = [  # more than an evaluation has, of a test split; all of a small file; t
 
 @pytest.mark.parametrize("dataset, flags, rows", ROWS)
 def test_which_rows_are_sampled(dataset, flags, rows, monkeypatch):
-    write("rows.jsonl", SMALL)
+    write_jsonl("rows.jsonl", SMALL)
     monkeypatch.setattr(grpo, "DATASET", str(dataset))
     run(*flags, "--temperature", 0, "--out", "a.jsonl")
-    assert [row["prompt"] for row in read("a.jsonl")] == [row["prompt"] for row in rows]
+    assert [row["prompt"] for row in read_jsonl("a.jsonl")] == [row["prompt"] for row in rows]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -129,7 +116,7 @@ def test_another_model_is_sampled_by_its_template_and_sft_reads_back_what_it_was
     folder = make_folder("model", tokenizer)
     system = [{"role": "system", "content": "Add."}] * kind.endswith("system message")
     asked = [[*system, {"role": "user", "content": f"{i}+1="}] for i in range(1, 7)]
-    write("rows.jsonl", [{"question": m[0]["content"] if kind == "text" else m, "answer": "2"} for m in asked])
+    write_jsonl("rows.jsonl", [{"question": m[0]["content"] if kind == "text" else m, "answer": "2"} for m in asked])
     seen, generate = [], grpo.generate
     monkeypatch.setattr(grpo, "generate", lambda *given, **more: seen.append(given) or generate(*given, **more))
     sizes = ["--eval-prompts", 3, "--num-samples", 2, "--max-completion-length", 24]
@@ -140,7 +127,7 @@ def test_another_model_is_sampled_by_its_template_and_sft_reads_back_what_it_was
     prompts = [ids[mask.bool()].tolist() for ids, mask in zip(prompt_ids, prompt_mask)]
     said = tokenizer.decode(prompts[0])
     assert ("Add." if system else "put your final answer within \\boxed{}." * (form != "gemma")) in said
-    kept = read("a.jsonl")
+    kept = read_jsonl("a.jsonl")
     assert len(kept) == len(prompts) == 6 and any(row["completion"].strip() for row in kept) and "3+1=" in said
     for row, prompt in zip(kept, prompts):
         ids, trained = sft.encode_row(tokenizer, row | {"completion": "5"}, "", stop_ids)
@@ -156,7 +143,7 @@ def test_own_prompts_have_no_rewards_and_may_come_from_standard_input():
         command += ["--out", f"{len(flags)}.jsonl"]
         done = subprocess.run(command, input=given, capture_output=True, text=True, env=os.environ)
         assert (done.returncode, done.stderr) == (0, "")
-        rows = read(f"{len(flags)}.jsonl")
+        rows = read_jsonl(f"{len(flags)}.jsonl")
         assert [row["prompt"] for row in rows] == ["1+2="] * 2 + ["30+4="] * 2
         assert all(row["reward"] is None and "boxed" in row["completion"] for row in rows)
         printed = [lines.format(row["completion"]) for row in rows]
@@ -199,7 +186,7 @@ def test_the_rows_that_are_kept_are_of_samples_and_train(form, capsys):
     run(*flags, "--out", "all.jsonl")
     capsys.readouterr()
     run(*flags, "--keep", form, "--per-prompt", 2, "--out", "a.jsonl")
-    everything, kept = read("all.jsonl"), read("a.jsonl")
+    everything, kept = read_jsonl("all.jsonl"), read_jsonl("a.jsonl")
     for row in kept:
         texts = {one["completion"]: one["reward"] for one in everything if one["prompt"] == row["prompt"]}
         assert texts[row.get("chosen", row.get("completion"))] == 1 and texts.get(row.get("rejected"), 0) == 0
@@ -222,7 +209,7 @@ def test_the_file_is_there_when_it_is_whole_and_not_where_nothing_is_right(monke
         run("--num-prompts", 2, "--out", "a.jsonl")
     assert not Path("a.jsonl").exists()
     run("--num-prompts", 2, "--out", "a.jsonl")
-    assert len(read("a.jsonl")) == 8 and not Path("a.jsonl.unfinished").exists()
+    assert len(read_jsonl("a.jsonl")) == 8 and not Path("a.jsonl.unfinished").exists()
     monkeypatch.setattr(grpo, "reward_fn", lambda *_: 0.0)
     with pytest.raises(SystemExit, match="--keep right: no prompt gave any: 2 prompts, 4 completions"):
         run("--num-prompts", 2, "--num-samples", 2, "--keep", "right", "--out", "b.jsonl")
@@ -233,7 +220,7 @@ def test_without_out_rewarded_samples_are_kept_in_runs_and_own_prompts_are_only_
     run("--num-prompts", 2, "--num-samples", 2)
     [path] = Path("runs").iterdir()
     assert f"written: {path}\n" in capsys.readouterr().out and path.name.startswith("samples__1__")
-    assert len(read(path)) == 4
+    assert len(read_jsonl(path)) == 4
     monkeypatch.setattr(grpo, "sample_completions", lambda *_: ({"truncated": torch.tensor([True])}, ["one\ntwo"]))
     run("--prompt", "1+2=", "--num-samples", 1)
     assert capsys.readouterr().out.startswith("1+2=\n     -  one\n        two [cut off]\n1 prompts")
@@ -260,9 +247,9 @@ BAD = [
 
 @pytest.mark.parametrize("flags, message", BAD)
 def test_bad_input_is_one_line_and_leaves_nothing_behind(flags, message):
-    write("rows.jsonl", [{"prompt": f"{i}+1="} for i in range(1, 9)])
-    write("sums.jsonl", TEST[:4])
+    write_jsonl("rows.jsonl", [{"prompt": f"{i}+1="} for i in range(1, 9)])
+    write_jsonl("sums.jsonl", TEST[:4])
     with pytest.raises(SystemExit, match=message) as caught:
         run(*(flags if "--out" in flags else [*flags, "--out", "a.jsonl"]))
     assert isinstance(caught.value.code, str) and "\n" not in caught.value.code
-    assert not Path("a.jsonl").exists() and len(read("rows.jsonl")) == 8
+    assert not Path("a.jsonl").exists() and len(read_jsonl("rows.jsonl")) == 8

@@ -6,9 +6,9 @@ import re
 
 import pytest
 import torch
+from bad_inputs import assistant, user
 from test_data import write_rows
 from test_models import FORMS, make_folder, make_tokenizer
-from test_pairs import assistant, user
 from tiny import ROOT, TINY, read_jsonl
 from transformers import AutoModelForCausalLM
 

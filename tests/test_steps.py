@@ -1,15 +1,13 @@
 """What main wires together, in one short recorded run of every script: rows, divisors, learning rates, references."""
 
-import json
 import math
 from dataclasses import fields
 from types import SimpleNamespace
 
-import datasets
 import pytest
 import torch
 from preference_ranks import build_scorer
-from tiny import COMPLETIONS, PAD_ID, PROMPTS, TINY, build_model, load, pad_right
+from tiny import COMPLETIONS, PAD_ID, PROMPTS, TINY, build_model, load, pad_right, read_jsonl, write_jsonl
 
 import cispo
 import dapo
@@ -62,10 +60,9 @@ def gradient_norm(policy):
 def record(name, folder):
     """Run main and keep what reaches its optimizer steps and leaves its rollouts."""
     script, patch = SCRIPTS[name], pytest.MonkeyPatch()
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     settings = SETTINGS | {"warmup_steps": 2 if name in SUPERVISED else 4} | OWN.get(name, {})
     settings["minibatch_size"] = minibatch_size = 2 if name == "ppo_rlhf" else 4 if name in SUPERVISED else 8
-    settings |= {"dataset": str(folder / "rows.jsonl"), "run_dir": str(folder / "run")}
+    settings |= {"dataset": write_jsonl(folder / "rows.jsonl", ROWS), "run_dir": str(folder / "run")}
     args = script.Args(**{field.name: settings[field.name] for field in fields(script.Args) if field.name in settings})
     run = SimpleNamespace(name=name, script=script, args=args, updates=[], rollouts=[], minibatch_size=minibatch_size)
     accumulate, step_optimizer = script.accumulate_gradients, script.step_optimizer
@@ -93,7 +90,6 @@ def record(name, folder):
         return batch, texts
 
     with patch.context() as patch:
-        patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
         patch.setattr(script, "accumulate_gradients", recorded_accumulate)
         patch.setattr(script, "step_optimizer", recorded_step)
         if name in SAMPLED:
@@ -101,7 +97,7 @@ def record(name, folder):
             patch.setattr(script, "rollout", recorded_rollout)
             patch.setattr(script, "reward_fn", score)
         script.main(args)
-    run.lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()][1:]
+    run.lines = read_jsonl(folder / "run" / "metrics.jsonl")[1:]
     run.steps = [[update for update in run.updates if update.batch is batch] for batch in batches_of(run)]
     return run
 
@@ -308,7 +304,7 @@ def test_the_kl_term_pulls_rows_of_advantage_0(runs, tmp_path, monkeypatch):
     dataset = runs("grpo").args.dataset
     settings = {"num_steps": 1, "prompts_per_step": 4, "group_size": 2, "minibatch_size": 8, "eval_prompts": 0}
     grpo.main(grpo.Args(dataset=dataset, run_dir=str(tmp_path / "run"), max_completion_length=12, **settings))
-    line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[1])
+    line = read_jsonl(tmp_path / "run" / "metrics.jsonl")[1]
     assert line["reward/zero_std"] == 1 and line["loss/policy"] == 0
     assert line["optim/grad_norm"] > 1e-3
     k3 = math.exp(-0.5) + 0.5 - 1

@@ -1,7 +1,6 @@
 """grpo_tools.py: replies stand in the completion, outside its loss, and inside the context of what follows."""
 
 import itertools
-import json
 import math
 import re
 import warnings
@@ -20,6 +19,8 @@ from tiny import (
     make_args,
     make_batch,
     pad_right,
+    read_jsonl,
+    record,
     relative_error,
 )
 
@@ -64,38 +65,17 @@ def agree(batch, model, temperature=1.5):
 # ---- the calculator
 
 
-@pytest.mark.parametrize(
-    "text, reply",
-    [
-        (SUM, "46"),
-        ("<think>12+34=46;46+8=", "54"),
-        ("12+34=", ""),
-        (SUM + "4", ""),
-        ("<think>1+2+3=", ""),
-        ("<think>1+" + "9" * 10 + "=", ""),
-        ("", ""),
-        # as real models write
-        ("So 12 + 34 =", " 46"),
-        ("So 12 + 34 = ", "46"),
-        ("1. In May: 48/2=", "24"),
-        ("- 48 - 50 =", " -2"),
-        (r"and $48 \times 2 =", " 96"),
-        (r"so \(48 \cdot 2=", "96"),
-        ("is $48 ÷ 2 =", " 24"),
-        ("is **72 − 48 =", " 24"),
-        (r"pay \$1,200 * \$1.50 =", " 1800"),
-        (r"x &= 24 × 2 =", " 48"),
-        ("about 10 / 4 =", " 2.5"),
-        ("about 10 / 3 =", " 3.3333"),
-        ("never 10 / 0 =", ""),
-        ("never 10 / 0.00 =", ""),
-        ("x + 12 + 34 =", ""),
-        ("(1 + 2) * 3 + 4 =", ""),
-        ("x^2 + 3 =", ""),
-        ("It is 12 + 34", ""),
-        ("He has 12 =", ""),
-    ],
-)
+# {text: what the calculator says after it}; from "So" on as real models write
+REPLIES = {SUM: "46", "<think>12+34=46;46+8=": "54"} | dict.fromkeys(("12+34=", SUM + "4", "<think>1+2+3=", ""), "")
+REPLIES |= {"<think>1+" + "9" * 10 + "=": "", "So 12 + 34 =": " 46", "So 12 + 34 = ": "46", "1. In May: 48/2=": "24"}
+REPLIES |= {"- 48 - 50 =": " -2", r"and $48 \times 2 =": " 96", r"so \(48 \cdot 2=": "96", "is $48 ÷ 2 =": " 24"}
+REPLIES |= {"is **72 − 48 =": " 24", r"pay \$1,200 * \$1.50 =": " 1800", r"x &= 24 × 2 =": " 48"}
+REPLIES |= {"about 10 / 4 =": " 2.5", "about 10 / 3 =": " 3.3333"}
+REPLIES |= dict.fromkeys(("never 10 / 0 =", "never 10 / 0.00 =", "x + 12 + 34 =", "(1 + 2) * 3 + 4 =", "x^2 + 3 ="), "")
+REPLIES |= dict.fromkeys(("It is 12 + 34", "He has 12 ="), "")
+
+
+@pytest.mark.parametrize("text, reply", REPLIES.items())
 def test_the_calculator(text, reply):
     assert grpo_tools.tool_fn(text) == reply
 
@@ -247,8 +227,7 @@ def test_without_replies_it_is_grpo_without_kl_bit_for_bit(monkeypatch, tmp_path
     lines = []
     for script, more in ((grpo, {"kl_coef": 0.0}), (grpo_tools, {})):
         script.main(script.Args(run_dir=str(tmp_path / script.__name__), **sizes, **more))
-        text = (tmp_path / script.__name__ / "metrics.jsonl").read_text()
-        lines.append([json.loads(line) for line in text.splitlines()])
+        lines.append(read_jsonl(tmp_path / script.__name__ / "metrics.jsonl"))
     kept = [
         [{key: row[key] for key in row if key[:5] != "perf/" and "tool" not in key} for row in run] for run in lines
     ]
@@ -312,18 +291,16 @@ def test_how_often_the_tool_was_used_by_hand(monkeypatch, tmp_path):
     replies = {"\\boxed{": "7}"}
     monkeypatch.setattr(grpo_tools, "tool_fn", replies.get)
     monkeypatch.setattr(grpo_tools, "reward_fn", lambda completion, _: float(len(completion)))
-    batches, rollout = [], grpo_tools.rollout
-    monkeypatch.setattr(grpo_tools, "rollout", lambda *given: batches.append(rollout(*given)) or batches[-1])
-    run = tmp_path / "run"
+    rollouts, run = record(monkeypatch, grpo_tools, "rollout"), tmp_path / "run"
     sizes = {"num_steps": 1, "prompts_per_step": 4, "group_size": 4, "minibatch_size": 8, "eval_prompts": 4}
     grpo_tools.main(grpo_tools.Args(run_dir=str(run), **sizes))
-    line = json.loads((run / "metrics.jsonl").read_text().splitlines()[1])
-    texts = next(texts for batch, texts in batches if "advantages" in batch)
+    line = read_jsonl(run / "metrics.jsonl")[1]
+    texts = next(texts for _, (batch, texts) in rollouts if "advantages" in batch)
     calls = sum(text.startswith("\\boxed{7}") for text in texts)
     assert 0 < calls < 16
     assert line["rollout/tool_use"] == line["rollout/calls"] == pytest.approx(calls / 16)
     assert line["rollout/tool_tokens"] == pytest.approx(2 * calls / 16)
-    evaluated = [json.loads(row) for row in (run / "eval_samples.jsonl").read_text().splitlines()]
+    evaluated = read_jsonl(run / "eval_samples.jsonl")
     assert any("\\boxed{7}" in row["completion"] for row in evaluated)  # evaluations have the tool, too
 
 
@@ -331,15 +308,14 @@ def test_calls_are_counted_each(monkeypatch, tmp_path):
     """A reply after every digit that was drawn: some completions have several."""
     tool = lambda text: ";" if text[-1:].isdigit() else ""  # noqa: E731
     monkeypatch.setattr(grpo_tools, "tool_fn", tool)
-    batches, rollout = [], grpo_tools.rollout
-    monkeypatch.setattr(grpo_tools, "rollout", lambda *given: batches.append(rollout(*given)) or batches[-1])
-    run = tmp_path / "run"
+    rollouts, run = record(monkeypatch, grpo_tools, "rollout"), tmp_path / "run"
     sizes = {"num_steps": 1, "prompts_per_step": 4, "group_size": 4, "minibatch_size": 8, "eval_prompts": 0}
     grpo_tools.main(grpo_tools.Args(run_dir=str(run), **sizes))
-    line = json.loads((run / "metrics.jsonl").read_text().splitlines()[1])
+    line = read_jsonl(run / "metrics.jsonl")[1]
+    _, (batch, _) = rollouts[0]
     runs = [
         sum(not drawn for drawn, _ in itertools.groupby(row[mask == 1].isfinite().tolist()))
-        for row, mask in zip(batches[0][0]["sampler_logprobs"], batches[0][0]["completion_mask"])
+        for row, mask in zip(batch["sampler_logprobs"], batch["completion_mask"])
     ]
     assert max(runs) > 1 and line["rollout/calls"] == pytest.approx(sum(runs) / 16)
     assert line["rollout/tool_use"] == pytest.approx(sum(count > 0 for count in runs) / 16)

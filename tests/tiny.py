@@ -153,5 +153,12 @@ def exit_line(script, **settings):
     return message
 
 
+def shares_changed(checkpoint):
+    """Share of the values that training changed, of each parameter of a language model."""
+    before = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    after = AutoModelForCausalLM.from_pretrained(checkpoint)
+    return [(a != b).float().mean().item() for a, b in zip(before.parameters(), after.parameters(), strict=True)]
+
+
 def relative_error(actual, expected):
     return ((actual - expected).norm() / expected.norm()).item()
