@@ -2,13 +2,13 @@
 
 import re
 
-import models
 import pytest
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import grpo
+import models
 
 PAD, VOCABULARY, STOP_IDS = 0, 47, [5, 7, 9, 11, 13, 15, 17, 19, 21]
 # Each config is given those of these that it knows.
@@ -37,19 +37,17 @@ LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
 CONVOLUTION = {"layer_types": ["conv", "full_attention"]}
 LATENT = {"num_key_value_heads": 2}  # attention with compressed keys and values
 CAP, UNSHARED = {"final_logit_softcapping": 5.0}, {"num_kv_shared_layers": 0}
+PLAIN = """
+    afmoe apertus arcee aria_text biogpt bitnet bloom ctrl cwm doge dots1 ernie4_5 ernie4_5_moe exaone4
+    exaone_moe falcon flex_olmo gemma glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox gpt_oss helium
+    hunyuan_v1_dense hunyuan_v1_moe jetmoe llama mimo_v2_flash minimax_m2 minimax_m3_vl_text ministral
+    ministral3 mistral mixtral mpt nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2
+    qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2 xglm
+"""
 # {title: {name of the architecture: its own settings}}
 TRAINED = {
     "Attention": {
-        **dict.fromkeys("afmoe apertus arcee aria_text biogpt bitnet bloom ctrl cwm doge dots1".split(), {}),
-        **dict.fromkeys(
-            "ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon flex_olmo gemma glm glm4 glm4_moe".split(), {}
-        ),
-        **dict.fromkeys("gpt2 gpt_bigcode gpt_neox gpt_oss helium hunyuan_v1_dense hunyuan_v1_moe jetmoe".split(), {}),
-        **dict.fromkeys("llama mimo_v2_flash minimax_m2 minimax_m3_vl_text ministral ministral3 mistral".split(), {}),
-        **dict.fromkeys("mixtral mpt nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe".split(), {}),
-        **dict.fromkeys(
-            "qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2 xglm".split(), {}
-        ),
+        **dict.fromkeys(PLAIN.split(), {}),
         **dict.fromkeys("deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa".split(), LATENT),
         "codegen": {"num_attention_heads": 4, "n_head": 4, "n_embd": 32, "rotary_dim": 4},
         "diffllama": {"num_key_value_heads": 2},

@@ -43,8 +43,8 @@ def folder(tmp_path, monkeypatch):
 
 
 def write_sums(path):
-    answers = [{"answer": i + 1, "chosen": str(i + 1), "rejected": str(i)} for i in range(1, 11)]
-    write_jsonl(path, [{"prompt": f"{i}+1=", **answer} for i, answer in enumerate(answers, 1)])
+    rows = [{"prompt": f"{i}+1=", "answer": i + 1, "chosen": f"{i + 1}", "rejected": f"{i}"} for i in range(1, 11)]
+    write_jsonl(path, rows)
 
 
 def names_of(script):
@@ -92,8 +92,8 @@ BAD_CASES += [
 ]
 BAD_CASES += [(ppo_rlhf, {"gamma": math.nan}, "^--gamma nan"), (sft, {"weight_decay": -1.0}, "^--weight-decay -1.0")]
 BAD_CASES += [(dpo, {"label_smoothing": wrong}, f"^--label-smoothing {wrong}") for wrong in (0.5, math.inf)]
-BAD_CASES += [(script, {"max_completion_length": 250}, "2[5-9][0-9].* context of 256") for script in (reward_model, dpo)]
 BAD_CASES += [
+    *[(script, {"max_completion_length": 250}, "2[5-9][0-9].* context of 256") for script in (reward_model, dpo)],
     (ppo_rlhf, {"model": "some/model"}, "^--reward-model.* reward_model.py, or none"),
     (ppo_rlhf, {"reward_model": str(TINY)}, "^--reward-model .*models/tiny: .*no scores.* reward_model.py"),
     (ppo_rlhf, {"prompts_per_step": 6, "minibatch_size": 4}, "^--minibatch-size 4 does not divide"),
@@ -196,7 +196,7 @@ def test_flags_of_one_name_have_one_type_and_mostly_one_default(script):
     assert added == OWN_FLAGS.get(script.__name__, {})
 
 
-# ---- help
+# ---- help, and a script copied elsewhere
 
 
 def parse_help(script):
@@ -274,8 +274,6 @@ def test_help_works_on_an_ascii_console_and_writes_nothing(copied, script):
     assert f"usage: {script.__name__}.py" in text
     assert [path.name for path in folder.iterdir()] == [f"{script.__name__}.py"]
 
-
-# ---- a script copied elsewhere
 
 METRICS = set(
     """reward/mean reward/zero_std rollout/completions rollout/length_mean rollout/truncated rollout/live

@@ -1,6 +1,5 @@
 """examples/code_reward.py: right programs pass, and what attacks the box, the reward or the machine does not."""
 
-import importlib.util
 import json
 import os
 import resource
@@ -14,13 +13,11 @@ from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
+from tiny import ROOT, load_module, read_jsonl, write_jsonl
 
 import grpo
 
-ROOT = Path(__file__).resolve().parents[1]
-SPEC = importlib.util.spec_from_file_location("code_reward", ROOT / "examples" / "code_reward.py")
-code_reward = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(code_reward)
+code_reward = load_module(ROOT / "examples" / "code_reward.py")
 try:
     code_reward.run("", ["0"])
     no_box = ""
@@ -312,7 +309,7 @@ def test_attacks_meet_what_stops_them(user, prelude):
     assert reads == unsafe
 
 
-# ---- where there is no box
+# ---- the command line
 
 
 @pytest.mark.parametrize("reason", ["No such file or directory", "unshare failed: Operation not permitted"])
@@ -328,9 +325,6 @@ def test_without_namespaces_it_is_refused_in_one_line(reason, tmp_path):
     said = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
     assert done.returncode == 1 and done.stdout == "" and "torch" not in done.stderr
     assert len(said) == 1 and reason in said[0] and "--unsafe" in said[0]
-
-
-# ---- the training
 
 
 @boxed
@@ -353,11 +347,11 @@ def test_the_command_line_refuses_rows_without_tests_and_trains_on_the_reward(tm
     flags += f" --eval-prompts 1 --dataset {tmp_path / 'tests.jsonl'} --run-dir {tmp_path / 'run'}"
     monkeypatch.setattr(sys, "argv", ["code_reward.py", *flags.split()])
     for data in [*([{"prompt": "1+1="} | row] * 2 for row in no_tests), rows]:
-        (tmp_path / "tests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in data))
+        write_jsonl(tmp_path / "tests.jsonl", data)
         with monkeypatch.context() if data is rows else pytest.raises(SystemExit, match=r"row \d, .*\[call, value\]$"):
             assert not (tmp_path / "run").exists()
             runpy.run_path(str(ROOT / "examples" / "code_reward.py"), run_name="__main__")
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [line.get("reward/mean") for line in lines] == [None, pytest.approx(1 / 3), pytest.approx(1 / 3)]
     assert lines[0]["eval/accuracy"] == 1 and lines[0]["eval/pass@1"] == 0.5
     assert lines[1]["rollout/live"] == pytest.approx(2 / 3) and lines[1]["optim/grad_norm"] > 0

@@ -101,10 +101,8 @@ def test_dialogues_are_judged_and_dpo_and_reward_model_take_what_was_written(jud
     rows = [{key: start + row[key] for key in ("chosen", "rejected")} for start, row in zip(said, PAIRS)]
     rows.append(rows[0] | {"rejected": rows[0]["chosen"]})
     written, told = judge(rows, "--by", by, "--model", folder)
-    assert (
-        len(written) == len(PAIRS)
-        and "'no prompt, an empty answer, or two that are the same to the tokenizer, as may be A and B': 1" in told
-    )
+    assert len(written) == len(PAIRS)
+    assert "'no prompt, an empty answer, or two that are the same to the tokenizer, as may be A and B': 1" in told
     for row, before in zip(written, PAIRS):
         assert row["prompt"] == [{"role": "user", "content": before["prompt"]}]
         assert {row["chosen"], row["rejected"]} == {before["chosen"], before["rejected"]}

@@ -1,6 +1,5 @@
 """examples/sorting: its data, what each reward pays for, and run.sh cut short, stopped and taken up again."""
 
-import importlib.util
 import itertools
 import json
 import os
@@ -11,25 +10,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny import ROOT, read_jsonl
+from tiny import ROOT, load_module, read_jsonl
 
 import sft
 
 FLAGS = "--eval-prompts 6 --prompts-per-step 4 --group-size 4 --minibatch-size 8 --max-completion-length 14"
 
 
-def load(name):
-    spec = importlib.util.spec_from_file_location(f"sorting_{name}", ROOT / "examples" / "sorting" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-rewards = load("rewards")
+rewards, make = (load_module(ROOT / "examples" / "sorting" / f"{name}.py") for name in ("rewards", "make"))
 
 
 def test_the_data_are_the_same_bytes_and_half_of_them_sorted(tmp_path):
-    make = load("make")
     make.main(tmp_path / "one")
     make.main(tmp_path / "two")
     seen = []

@@ -1,6 +1,6 @@
 """What docs/fork.md shows is true: its diffs apply to grpo.py, its forks train, and its test knows a wrong loss."""
 
-import importlib.util
+import importlib
 import inspect
 import math
 import re
@@ -13,7 +13,7 @@ import torch
 from test_copies import MARKER
 from test_gradients import model, rows  # noqa: F401, fixtures that the page's test imports, too
 from test_losses import hand_inputs  # noqa: F401
-from tiny import ROOT, build_model, make_args, make_batch, read_jsonl, record, relative_error
+from tiny import ROOT, build_model, load_module, make_args, make_batch, read_jsonl, record, relative_error
 
 import cispo
 import grpo
@@ -154,7 +154,4 @@ def test_the_test_of_the_page_fails_on_a_wrong_loss(mistake, folder, tmp_path, m
     source, (old, new) = (folder / "my_cispo.py").read_text(encoding="utf-8"), WRONG[mistake]
     assert source.count(old) == 1
     (tmp_path / "wrong.py").write_text(source.replace(old, new), encoding="utf-8")
-    spec = importlib.util.spec_from_file_location("wrong", tmp_path / "wrong.py")
-    wrong = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(wrong)
-    assert failures(wrong, model=model, rows=rows, hand_inputs=hand_inputs)[1]
+    assert failures(load_module(tmp_path / "wrong.py"), model=model, rows=rows, hand_inputs=hand_inputs)[1]

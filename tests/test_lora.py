@@ -1,13 +1,12 @@
 """--lora-rank: adapters by hand, checkpoints without them, and a reference that is the model without them."""
 
-import json
 from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from test_precision import CPU, make_main_args
-from tiny import SIZES, TINY, build_model, make_batch, relative_error
+from tiny import SIZES, TINY, build_model, make_batch, read_jsonl, relative_error
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen3Config
 
 import dapo
@@ -129,7 +128,7 @@ def test_training_moves_what_adapters_reach_and_nothing_else(script, tmp_path):
     if script is reward_model:
         loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run" / "checkpoint")
         assert after.keys() - before.keys() == {"score.weight"} and loaded.score.weight.dtype == torch.float32
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert lines[-1]["optim/grad_norm"] > 0
 
 

@@ -46,7 +46,7 @@ def loss_and_gradient(inputs, **changes):
     return gradient_of(lambda logprobs: policy_loss(**inputs | {"logprobs": logprobs}), inputs["logprobs"])
 
 
-# ---- advantages
+# ---- by hand
 
 
 def test_advantages_by_hand():
@@ -54,9 +54,6 @@ def test_advantages_by_hand():
     half, quarter = 0.5 / (math.sqrt(1 / 3) + 1e-4), 0.25 / (0.5 + 1e-4)
     expected = tensor([half, -half, -half, half, 3 * quarter, -quarter, -quarter, -quarter])
     torch.testing.assert_close(advantages, expected, rtol=1e-12, atol=0)
-
-
-# ---- the loss by hand
 
 
 @pytest.fixture

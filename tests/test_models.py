@@ -311,7 +311,7 @@ def test_dropout_and_the_jitter_of_a_router_are_off_while_it_trains(kind, tmp_pa
     assert first.requires_grad and torch.equal(first, second)
 
 
-# ---- prompts
+# ---- prompts, and what is saved
 
 
 def test_a_bare_prompt_does_not_end_in_the_stop_token_that_the_tokenizer_appends():
@@ -325,9 +325,6 @@ def test_a_bare_prompt_does_not_end_in_the_stop_token_that_the_tokenizer_appends
     assert grpo.encode_prompt(tokenizer, "1+1=", "") == [bos, *bare]
     ids, trained = sft.encode_row(tokenizer, {"prompt": "1+1=", "completion": "2"}, "", [eos])
     assert ids == [bos, *bare, *tokenizer.encode("2", add_special_tokens=False), eos] and sum(trained) == 2
-
-
-# ---- what is saved
 
 
 @pytest.mark.parametrize("tied", [True, False])

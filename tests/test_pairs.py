@@ -314,10 +314,7 @@ def test_the_embedded_pairs_load(tokenizer):
     train, held_out, report = reward_model.load_pairs(str(PREFERENCES), tokenizer, "", 32, 48, 512, STOP_ID)
     for pairs, line, num_rows in ((train, report[0], 4096), (held_out, report[1], 512)):
         kept, dropped = counts(line)
-        assert (
-            kept + dropped.get(TOO_LONG, 0) == num_rows
-            and {*dropped} <= {TOO_LONG}
-            and kept == len(pairs) >= 0.99 * num_rows
-        )
+        assert kept + dropped.get(TOO_LONG, 0) == num_rows and {*dropped} <= {TOO_LONG}
+        assert kept == len(pairs) >= 0.99 * num_rows
     ids = {index for pair in train + held_out for key in ("chosen_ids", "rejected_ids") for index in pair[key]}
     assert tokenizer.unk_token_id not in ids

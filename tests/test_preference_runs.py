@@ -2,10 +2,7 @@
 
 import json
 import math
-import re
 import shutil
-import signal
-import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -13,7 +10,7 @@ import pytest
 import torch
 from processes import run_on_ranks
 from test_data import TEMPLATE, word_tokenizer
-from test_resume import KILLS, assert_same_run, finish, logged, start
+from test_resume import compare_killed_and_resumed, logged
 from tiny import ROOT, TINY, exit_line, load_scorer, shares_changed
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -81,13 +78,10 @@ def few_norm_samples(monkeypatch):
 
 def small_args(script, run, pairs, scorer, **settings):
     """Settings of a run as small as useful."""
-    sums = str(Path(pairs).parent / "sums")
-    own = {
-        "reward_model": {"dataset": pairs},
-        "dpo": {"dataset": pairs},
-        "ppo_rlhf": {"dataset": sums, "reward_model": str(scorer)},
-    }
-    return script.Args(**{"run_dir": str(run), **SMALL[script.__name__], **own[script.__name__], **settings})
+    own = {"run_dir": run and str(run), "dataset": pairs, **SMALL[script.__name__]}
+    if script is ppo_rlhf:
+        own |= {"dataset": str(Path(pairs).parent / "sums"), "reward_model": str(scorer)}
+    return script.Args(**own | settings)
 
 
 def mean(lines, key):
@@ -276,26 +270,16 @@ def load_state(run, folder):
 
 
 @pytest.mark.usefixtures("few_norm_samples")
-@pytest.mark.parametrize(("script", "kill_at_call"), [(reward_model, 5), (dpo, 5), (ppo_rlhf, 10)], ids=NAMES)
+@pytest.mark.parametrize(("script", "kill_at_call"), [(reward_model, "5"), (dpo, "5"), (ppo_rlhf, "10")], ids=NAMES)
 def test_run_killed_once_and_resumed_is_bit_identical(tmp_path, monkeypatch, script, kill_at_call, few, scorer):
-    """The killed run is a process of its own; the others are in this one, which has not seen what that one did."""
-    reference, run = tmp_path / "reference", tmp_path / "run"
     settings = {"num_steps": 6, "eval_every": 3, "save_every": 2}
     if script is ppo_rlhf:
         texts = (ROOT / "data" / "addition" / "sft.jsonl").read_text().splitlines(keepends=True)[:50]
         (tmp_path / "texts.jsonl").write_text("".join(texts))
         settings |= {"ptx_coef": 0.5, "ptx_dataset": str(tmp_path / "texts.jsonl")}
-    args = [small_args(script, folder, few, scorer, **settings) for folder in (reference, run)]
-    kill = KILLS["in the first step after a save"].replace("KILL_AT_CALL", str(kill_at_call))
-    process = start(script.__name__, flags_of(args[1]), f"script.NORM_SAMPLES = 16\n{kill}")
-    monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py"])
-    script.main(args[0])
-    finish(process, -signal.SIGKILL)
-    assert logged(run)[-1]["step"] == 4 and len(logged(run)) == 5
-    assert [path.name for path in (run / "state").iterdir()] == ["00000004"]
-    script.main(script.Args(resume=str(run)))
-    assert len(logged(run)) == 7
-    assert_same_run(run, reference)
+    flags = flags_of(small_args(script, None, few, scorer, **settings))
+    more = "script.NORM_SAMPLES = 16\n"
+    run, reference = compare_killed_and_resumed(script, flags, kill_at_call, tmp_path, monkeypatch, more)
     state, expected = load_state(run, tmp_path), load_state(reference, tmp_path)
     assert state.keys() == expected.keys() and any("exp_avg" in name for name in state)
     for part in ("value_model", "score_std"):

@@ -82,6 +82,24 @@ def assert_same_run(run, reference):
     assert all(weights[name].equal(expected[name]) for name in expected)
 
 
+def compare_killed_and_resumed(script, flags, kill_at_call, folder, monkeypatch, more=""):
+    """Compare a run that was killed and resumed with one that was not, and return their folders. The killed run is a
+    process of its own; the others are in this one, which has not seen what that one did.
+    """
+    run, reference = folder / "run", folder / "reference"
+    kill = KILLS["in the first step after a save"].replace("KILL_AT_CALL", kill_at_call)
+    process = start(script.__name__, [*flags, "--run-dir", str(run)], more + kill)
+    monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py"])
+    script.main(tyro.cli(script.Args, args=[*flags, "--run-dir", str(reference)]))
+    finish(process, -signal.SIGKILL)
+    assert [line["step"] for line in logged(run)] == list(range(5))
+    assert [path.name for path in (run / "state").iterdir()] == ["00000004"]
+    script.main(script.Args(resume=str(run)))
+    assert len(logged(run)) == 7
+    assert_same_run(run, reference)
+    return run, reference
+
+
 def test_killed_and_resumed_run_is_bit_identical(tmp_path):
     """Three times; saving and resuming are the same functions in every script, as test_copies.py sees to."""
     flags, run = [*GRPO, *few_rows(tmp_path, "grpo")], tmp_path / "run"
@@ -117,18 +135,8 @@ def test_killed_and_resumed_run_is_bit_identical(tmp_path):
     ],
 )
 def test_run_killed_once_and_resumed_is_bit_identical(script, flags, kill_at_call, tmp_path, monkeypatch):
-    """The killed run is a process of its own; the others are in this one, which has not seen what that one did."""
-    reference, run = tmp_path / "reference", tmp_path / "run"
     flags = [*flags, *few_rows(tmp_path, script)]
-    kill = KILLS["in the first step after a save"].replace("KILL_AT_CALL", kill_at_call)
-    process = start(script, [*flags, "--run-dir", str(run)], kill)
-    module = importlib.import_module(script)
-    monkeypatch.setattr(sys, "argv", [f"{script}.py"])
-    module.main(tyro.cli(module.Args, args=[*flags, "--run-dir", str(reference)]))
-    finish(process, -signal.SIGKILL)
-    assert logged(run)[-1]["step"] == 4 and len(logged(run)) == 5
-    module.main(module.Args(resume=str(run)))
-    assert_same_run(run, reference)
+    run, _ = compare_killed_and_resumed(importlib.import_module(script), flags, kill_at_call, tmp_path, monkeypatch)
     if script == "dapo":
         rounds = [line["rollout/rounds"] for line in logged(run)[1:]]
         assert max(rounds[:4]) > 1 and max(rounds[4:]) > 1, rounds

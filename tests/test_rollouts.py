@@ -21,15 +21,8 @@ def make_model(kind="llama", vocab_size=29, **settings):
     if kind == "gpt2":
         config = GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=128, initializer_range=0.3, **sizes)
         return GPT2LMHeadModel(config).eval()
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.25,
-        **sizes,
-    )
+    sizes |= {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(max_position_embeddings=128, initializer_range=0.25, **sizes)
     return LlamaForCausalLM(config).eval()
 
 

@@ -1,6 +1,7 @@
 """Small random models, batches as the rollout makes them, and calls that fit every script of the online family."""
 
 import copy
+import importlib.util
 import inspect
 import json
 from pathlib import Path
@@ -116,6 +117,14 @@ def call_accumulate_gradients(script, policy, batch, rows, args, on_policy=False
     """A script's accumulate_gradients of an optimizer step over eight completions; reinforce is always on policy."""
     takes_it = "on_policy" in inspect.signature(script.accumulate_gradients).parameters
     return script.accumulate_gradients(policy, batch, rows, 8, *[on_policy] * takes_it, args)
+
+
+def load_module(path):
+    """The module of a file that is on no path of imports."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def read_jsonl(path):
