@@ -110,9 +110,8 @@ def test_flags_that_are_named_exist(page):
             assert {flag for flag in re.findall(r"(?<!\S)--([a-z][\w-]*)", code)} <= known, code
 
 
-TOOLS = [str(path.relative_to(ROOT)) for path in (*ROOT.glob("tools/*.py"), *ROOT.glob("benchmark/*.py"))]
-TOOLS += [str(path.relative_to(ROOT)) for path in (*ROOT.glob("docs/*.py"), ROOT / "tests" / "mutants.py")]
-TOOLS += [str(path.relative_to(ROOT)) for path in ROOT.glob("examples/*.py")]
+TOOLS = [path for folder in ("tools", "benchmark", "docs", "examples") for path in ROOT.glob(f"{folder}/*.py")]
+TOOLS = [str(path.relative_to(ROOT)) for path in (*TOOLS, ROOT / "tests" / "mutants.py")]
 
 
 @each_page

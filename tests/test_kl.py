@@ -35,9 +35,6 @@ def mean_gradient(policy, coefficients):
     return kl.mean_and_std(policy, coefficients)[0]
 
 
-# ---- values
-
-
 def test_k1_and_k3_are_unbiased_and_k2_is_not(policy, found, ref_logprobs):
     assert len(policy.ids) == 85 and policy.sampled.sum().item() == pytest.approx(1, abs=1e-12)
     logprobs = policy.logprobs.detach()

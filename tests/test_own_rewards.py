@@ -93,7 +93,7 @@ def test_a_reward_that_needs_no_answers_needs_no_column_of_them(script, tmp_path
     assert "eval/reward" in lines[0] and not [key for key in lines[0] if "accuracy" in key or "pass@" in key]
 
 
-# ---- what is trained on where that is not the reward
+# ---- what is trained on where that is not the reward, and where nothing is
 
 
 def test_a_truncated_completion_gets_the_lowest_reward_of_its_group_and_at_most_0():
@@ -117,9 +117,6 @@ def test_the_reward_that_is_trained_on_is_logged_beside_the_rule_s(script, tmp_p
         assert line["reward/trained_mean"] < 2 * line["reward/mean"] - 1
     grpo.main(small_args(grpo, tmp_path, run_dir=str(tmp_path / "grpo")))
     assert "reward/trained_mean" not in read_jsonl(tmp_path / "grpo" / "metrics.jsonl")[1]
-
-
-# ---- nothing to learn from
 
 
 @pytest.mark.parametrize("script", [grpo, dr_grpo])

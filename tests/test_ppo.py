@@ -361,7 +361,7 @@ def test_wrong_gradients_are_told_apart(model, rows, wrong):
     assert gradient_error(model, rows, **{"kl_coef": 0.5} | WRONG[wrong]) > 1e-3
 
 
-# ---- a step as a whole
+# ---- a step as a whole, and gradients that are accumulated
 
 
 @pytest.mark.usefixtures("alone")
@@ -377,9 +377,6 @@ def test_metrics_of_a_step_are_means_over_what_they_count():
     expected |= {"rollout/completions": 4, "rollout/ref_kl_sum": 2.5, "perf/rollout_seconds": 2.0}
     expected |= {"perf/logprob_seconds": 1.0, "perf/update_seconds": 4.0, "perf/step_seconds": 7.0}
     assert ppo_rlhf.step_metrics(totals, 12, batch, clock) == expected
-
-
-# ---- gradients that are accumulated
 
 
 @pytest.fixture(scope="module")
