@@ -294,7 +294,9 @@ def main(args):
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     last_step, progress = open_run(args, policy, optimizer, report)
     lines = Path(args.run_dir, "metrics.jsonl").read_text().splitlines() if last_step > 0 else []
-    num_consumed = json.loads(lines[-1])["rollout/prompts_consumed"] if lines else 0
+    # By its step: rank 0 may yet have to cut off later ones.
+    own = [line for line in lines if line.startswith(f'{{"step": {last_step},')]
+    num_consumed = json.loads(own[0])["rollout/prompts_consumed"] if own else 0
     stop_signals = catch_signals()
     minibatches_per_epoch = args.prompts_per_step * args.group_size // args.minibatch_size
 

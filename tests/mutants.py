@@ -466,7 +466,7 @@ MUTANTS = r"""
 + for step in range(max(0, last_step), args.num_steps + 1):
 ! test_resume.py::test_run_killed_once_and_resumed_is_bit_identical[dapo-flags2-10]
 # a resumed run of DAPO begins the data again @ dapo
-- num_consumed = json.loads(lines[-1])["rollout/prompts_consumed"] if lines else 0
+- num_consumed = json.loads(own[0])["rollout/prompts_consumed"] if own else 0
 + num_consumed = 0
 ! test_resume.py::test_run_killed_once_and_resumed_is_bit_identical[gspo-flags3-10]
 # a resumed run warms up again @ gspo
@@ -587,7 +587,7 @@ MUTANTS = r"""
 - if reward_model is not None and last_step < 0:
 + if reward_model is not None:
 # the reference is the trained policy where a run is resumed @ dpo
--     last_step, progress = open_run(args, policy, optimizer, report)
+      last_step, progress = open_run(args, policy, optimizer, report)
 +     for pairs in (train_pairs, eval_pairs) if args.resume else ():
 +         found = look_up_pairs(pair_logprobs, policy, pairs, pad_id, args, rank, world_size).tolist()
 +         for pair, *logprobs in zip(pairs, *found):
@@ -769,9 +769,6 @@ MUTANTS = r"""
 +     if precision == "bfloat16":
 +         policy.children().__next__().get_output_embeddings().bfloat16()
       if precision == "bfloat16" or not alone:
-# a block's output stays in bfloat16 @ ALL
-- **cast(kwargs, torch.bfloat16)), torch.float32)
-+ **cast(kwargs, torch.bfloat16)), torch.bfloat16)
 ! test_precision.py::test_ranks_add_their_gradients_in_float32
 # gradients of ranks are added in bfloat16 @ ALL
 - MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast
@@ -791,10 +788,6 @@ MUTANTS = r"""
 # on one GPU what is frozen is held twice @ ALL
 - ignored = frozen if alone else None
 + ignored = None
-! test_precision.py::test_the_sampler_has_the_log_probabilities_of_the_policy_to_the_last_bit
-# after a rollout FSDP's hooks are gone @ SAMPLED
-- module._forward_pre_hooks, module._forward_hooks = before
-+ pass
 ! test_lora.py::test_checkpoints_are_ordinary_folders_of_one_dtype
 # adapters are merged without alpha / rank @ ALL
 - b @ a * (LORA_ALPHA / len(a))
@@ -896,6 +889,12 @@ MUTANTS = r"""
 # a part of a character counts as the character @ grpo_process
 - return len(os.path.commonprefix([text, completion]))
 + return len(text)
+# the final answer ends before the stop token @ grpo_process
+- (math.inf, reward)]
++ (len(completion), reward)]
+# the final answer is no step @ grpo_process
+- steps = [*step_rewards(completion, row), (math.inf, reward)]
++ steps = [*step_rewards(completion, row), *[(math.inf, reward)][len(completion) :]]
 ! test_thoughts.py::test_a_thought_that_the_prompt_opens_is_the_completions
 # a thought that the prompt opened is taken for the answer @ SAMPLED
 - return batch, ["<think>" * begun + text for begun, text in zip(opened, texts)]
@@ -904,12 +903,6 @@ MUTANTS = r"""
 # groups that were discarded count as live @ dapo
 - batch["advantages"] = torch.zeros_like(advantages).index_copy(0, found, advantages[found])
 + batch["advantages"] = advantages
-# the final answer ends before the stop token @ grpo_process
-- (math.inf, reward)]
-+ (len(completion), reward)]
-# the final answer is no step @ grpo_process
-- steps = [*step_rewards(completion, row), (math.inf, reward)]
-+ steps = [*step_rewards(completion, row), *[(math.inf, reward)][len(completion) :]]
 ! test_process.py::test_a_step_without_place_or_reward_is_one_line
 # a step reward of nan is trained on @ grpo_process
 - if not (step[0] > 0 and abs(step[1]) < 1e38)]

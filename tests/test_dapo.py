@@ -262,3 +262,18 @@ def test_the_overlong_buffer_is_a_fifth_of_the_limit_by_default(limit, buffer, t
     run = tmp_path / "run"
     dapo.main(dapo.Args(max_completion_length=limit, num_steps=0, eval_prompts=1, run_dir=str(run)))
     assert json.loads((run / "args.json").read_text())["overlong_buffer"] == buffer
+
+
+def test_a_rank_may_read_the_log_before_another_has_cut_it_back(tmp_path, dataset, monkeypatch):
+    first = train(tmp_path, dataset, num_steps=2, save_every=1)
+    load_state, log = dapo.load_state, tmp_path / "run" / "metrics.jsonl"
+
+    def not_yet(*args):
+        step = load_state(*args)
+        log.write_text(log.read_text() + '{"step": 3, "rollout/prompts_consumed": 999}\n')
+        return step
+
+    monkeypatch.setattr(dapo, "load_state", not_yet)
+    dapo.main(dapo.Args(resume=str(tmp_path / "run"), num_steps=3))
+    last, done = read_metrics(tmp_path / "run")[-1], first[-1]["rollout/prompts_consumed"]
+    assert last["rollout/prompts_consumed"] - done == last["rollout/rounds"] * SIZES["prompts_per_step"]

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).parent.parent
 GRPO = (
     "--num-steps 6 --prompts-per-step 4 --group-size 4 --minibatch-size 8 --max-completion-length 32 --eval-prompts 8 "
-    "--eval-every 3 --save-every 2 --warmup-steps 2 --seed 3"
+    "--eval-every 3 --save-every 2 --warmup-steps 2 --seed 5"
 ).split()
 SFT = [*"--num-steps 6 --minibatch-size 8".split(), *GRPO[10:]]
 REINFORCE = GRPO[:6] + GRPO[8:]
