@@ -295,7 +295,7 @@ def main(args):
     last_step, progress = open_run(args, policy, optimizer, report)
     lines = Path(args.run_dir, "metrics.jsonl").read_text().splitlines() if last_step > 0 else []
     # By its step: rank 0 may yet have to cut off later ones.
-    own = [line for line in lines if line.startswith(f'{{"step": {last_step},')]
+    own = [line for line in lines if f'"step": {last_step},' in line[:20]]
     num_consumed = json.loads(own[0])["rollout/prompts_consumed"] if own else 0
     stop_signals = catch_signals()
     minibatches_per_epoch = args.prompts_per_step * args.group_size // args.minibatch_size
