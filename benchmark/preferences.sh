@@ -1,7 +1,7 @@
 #!/bin/sh
 # The default runs of dpo.py and ppo_rlhf.py over seeds 1 to 5; DPO with a small beta; PPO for longer, with and without KL.
 #
-#     sh benchmark/preferences.sh [FOLDER]        (default: runs/preferences; about 70 minutes on two cores)
+#     sh benchmark/preferences.sh [FOLDER]        (default: runs/preferences; by one cycle of it about 70 minutes on two cores)
 #
 # dpo.py does not sample: every 4 steps it stops, grpo.py evaluates the checkpoint, and it goes on as if it had not stopped.
 # Meanwhile ppo_rlhf.py runs, one thread each; then plot_preferences.py writes benchmark/results/preferences_*.csv and *.png.

@@ -6,6 +6,7 @@ import shutil
 from dataclasses import fields
 from pathlib import Path
 
+import details
 import pytest
 import torch
 from processes import run_on_ranks
@@ -211,6 +212,10 @@ def test_the_embedded_reward_model_tells_held_out_pairs_apart():
     policy, args = reward_model.ScoreModel(model), reward_model.Args(microbatch_tokens=8192)
     metrics = reward_model.evaluate(policy, held_out, tokenizer.pad_token_id, args, 0, 1)
     assert metrics["eval/pair_accuracy"] > 0.8
+    accuracies = details.accuracy_by_kind(folder)
+    assert len(accuracies) == 5
+    assert min(accuracies["right work, wrong answer"], accuracies["right work, right answer"]) >= 0.93
+    assert accuracies["right work, wrong work"] >= 0.65
 
 
 def test_from_fine_tuning_to_dpo_to_evaluation(tmp_path, few):
