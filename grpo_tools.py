@@ -399,6 +399,8 @@ def resolve_args(args):
     own, tiny = (Path(name, "tokenizer.json") for name in (given.get("model", MODEL), MODEL))
     embedded = own.is_file() and tiny.is_file() and own.read_bytes() == tiny.read_bytes()  # or made of it
     defaults = {f.name: f.metadata["embedded" if embedded else "real"] for f in fields(args) if f.metadata}
+    with contextlib.suppress(OSError, ValueError, KeyError):  # see models/long
+        defaults |= json.loads(own.with_name("config.json").read_text())["task_defaults"]
     now = all_reduce(time.time(), dist.ReduceOp.MAX)  # on all ranks the same
     run_dir = f"runs/{Path(__file__).stem}__{args.seed}__{datetime.fromtimestamp(now):%Y%m%d-%H%M%S-%f}"
     return Args(**{"model": MODEL, "dataset": DATASET, "run_dir": run_dir} | defaults | given)
@@ -415,7 +417,7 @@ def one_line(intro):
 
 
 def all_reduce(values, op=dist.ReduceOp.SUM):
-    """Return a number, or a list of them, summed (or otherwise reduced) over ranks, in float64."""
+    """Return a number, or a list of them, reduced over ranks in float64."""
     values = torch.as_tensor(values, dtype=torch.float64)
     if dist.is_initialized():
         dist.all_reduce(values, op)
@@ -542,8 +544,7 @@ def load_model(name, tokenizer, lora_rank=0):
         model, info = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
         if info["missing_keys"]:
             raise ValueError(f"it lacks {min(info['missing_keys'])}: is it whole?")
-        stop_ids = find_stop_ids(model, tokenizer)
-        if not stop_ids:
+        if not (stop_ids := find_stop_ids(model, tokenizer)):
             raise ValueError("its tokenizer names no eos_token: nothing ends a completion")
     # Not its own, which save_pretrained may refuse: a temperature without do_sample, say.
     model.generation_config = transformers.GenerationConfig(eos_token_id=stop_ids)
@@ -622,7 +623,7 @@ def generate(
     completion_ids = prompt_ids.new_full((len(prompt_ids), max_completion_length), pad_id)
     completion_mask = torch.zeros_like(completion_ids)
     sampler_logprobs = completion_mask.float()
-    # Completions of one prompt are adjacent: each prompt is read once, and its cache repeated.
+    # Completions of one prompt are adjacent: each is read once, and its cache repeated.
     both = torch.cat([prompt_ids, prompt_mask.long()], 1)  # (B, 2 P)
     unique, running = torch.unique_consecutive(both, dim=0, return_inverse=True)
     (ids, mask), cache = unique.chunk(2, 1), None
@@ -658,7 +659,7 @@ def sample_tokens(logits, temperature):
     if temperature == 0:
         return logits.argmax(-1), torch.zeros(len(logits), device=logits.device)
     probabilities = (logits.float() / temperature).softmax(-1)  # (B, V)
-    # In float32 sums (or multinomial's noise) rare ids of a large vocabulary never come.
+    # In float32 sums rare ids of a large vocabulary never come.
     cdf = probabilities.cumsum(-1, dtype=torch.float64)
     draws = torch.rand(len(cdf), 1, dtype=cdf.dtype, device=cdf.device) * cdf[:, -1:]
     tokens = torch.searchsorted(cdf, draws, right=True).clamp(max=cdf.shape[1] - 1)  # (B, 1)
@@ -676,7 +677,7 @@ def token_logprobs(model, prompt_ids, prompt_mask, completion_ids, completion_ma
     # Padding goes to the right: a causal model then needs neither mask nor position ids.
     order = (~mask).long().argsort(dim=1, stable=True)[:, : mask.sum(1).max()]
     hidden = model.base_model(input_ids=ids.gather(1, order), use_cache=False).last_hidden_state  # (B, W, D)
-    # The token at one position is predicted from the position before it.
+    # A token is predicted from the position before it.
     positions = (mask.cumsum(1) - 2)[:, prompt_ids.shape[1] :][completion_mask]  # (N,)
     hidden = hidden[completion_mask.nonzero()[:, 0], positions]  # (N, D)
     found = head_logprobs(model, hidden, completion_ids[completion_mask], temperature)  # two of (N,)
@@ -763,7 +764,7 @@ class LogprobModel(nn.Module):
 
 
 def open_run(args, policy, optimizer, report):
-    """Write args.json, load a state to resume from; return the last step, or -1, and a bar."""
+    """Write args.json, or load a state; return the last step, or -1, and a bar."""
     run_dir, last_step, rank, ranks = Path(args.run_dir), -1, dist.get_rank(), dist.get_world_size()
     run = {"script": Path(__file__).stem, "entry": Path(sys.argv[0]).name, "ranks": ranks, "data": report}
     if args.resume is not None:
@@ -804,7 +805,7 @@ def load_state(run_dir, policy, optimizer):
 
 
 def catch_signals():
-    """Return a list that fills when Ctrl-C or SIGTERM asks to stop; a second one stops at once."""
+    """Return a list that fills when Ctrl-C or SIGTERM asks to stop; a second stops at once."""
     received = []
 
     def request_stop(signum, _frame):

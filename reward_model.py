@@ -250,6 +250,8 @@ def resolve_args(args):
     own, tiny = (Path(name, "tokenizer.json") for name in (given.get("model", MODEL), MODEL))
     embedded = own.is_file() and tiny.is_file() and own.read_bytes() == tiny.read_bytes()  # or made of it
     defaults = {f.name: f.metadata["embedded" if embedded else "real"] for f in fields(args) if f.metadata}
+    with contextlib.suppress(OSError, ValueError, KeyError):  # see models/long
+        defaults |= json.loads(own.with_name("config.json").read_text())["task_defaults"]
     now = all_reduce(time.time(), dist.ReduceOp.MAX)  # on all ranks the same
     run_dir = f"runs/{Path(__file__).stem}__{args.seed}__{datetime.fromtimestamp(now):%Y%m%d-%H%M%S-%f}"
     return Args(**{"model": MODEL, "dataset": DATASET, "run_dir": run_dir} | defaults | given)
@@ -266,7 +268,7 @@ def one_line(intro):
 
 
 def all_reduce(values, op=dist.ReduceOp.SUM):
-    """Return a number, or a list of them, summed (or otherwise reduced) over ranks, in float64."""
+    """Return a number, or a list of them, reduced over ranks in float64."""
     values = torch.as_tensor(values, dtype=torch.float64)
     if dist.is_initialized():
         dist.all_reduce(values, op)
@@ -544,7 +546,7 @@ class ScoreModel(nn.Module):
 
 
 def open_run(args, policy, optimizer, report):
-    """Write args.json, load a state to resume from; return the last step, or -1, and a bar."""
+    """Write args.json, or load a state; return the last step, or -1, and a bar."""
     run_dir, last_step, rank, ranks = Path(args.run_dir), -1, dist.get_rank(), dist.get_world_size()
     run = {"script": Path(__file__).stem, "entry": Path(sys.argv[0]).name, "ranks": ranks, "data": report}
     if args.resume is not None:
@@ -585,7 +587,7 @@ def load_state(run_dir, policy, optimizer):
 
 
 def catch_signals():
-    """Return a list that fills when Ctrl-C or SIGTERM asks to stop; a second one stops at once."""
+    """Return a list that fills when Ctrl-C or SIGTERM asks to stop; a second stops at once."""
     received = []
 
     def request_stop(signum, _frame):

@@ -1,11 +1,12 @@
-"""What a model does on the embedded test prompts before any reinforcement learning.
+"""What a model does on embedded test prompts before any reinforcement learning.
 
-    python benchmark/base_model.py [MODEL]
+    python benchmark/base_model.py [MODEL [DATASET]]          (default: models/tiny data/addition)
 
-Greedy accuracy; and over 8 samples per prompt at temperature 1: accuracy, how many show their work, and how often the
-answer is right where they do and where they do not.
+Greedy accuracy; and over 8 samples per prompt at temperature 1: accuracy, pass@4, how many show their work, and how
+often the answer is right where they do and where they do not.
 """
 
+import math
 import sys
 from pathlib import Path
 
@@ -17,10 +18,10 @@ sys.path.insert(0, str(ROOT))
 import grpo  # noqa: E402
 
 
-def main(name):
+def main(name=str(ROOT / "models" / "tiny"), dataset=None):
     tokenizer = grpo.load_tokenizer(name)
     model, stop_ids = grpo.load_model(name, tokenizer)
-    args = grpo.resolve_args(grpo.Args(model=name))
+    args = grpo.resolve_args(grpo.Args(model=name, dataset=dataset))
     _, prompts, _ = grpo.load_prompts(args.dataset, tokenizer, "", args.max_prompt_length, args.eval_prompts)
     torch.manual_seed(0)
     for label, num_samples, temperature in (("greedy", 1, 0.0), ("temperature 1", 8, 1.0)):
@@ -29,10 +30,14 @@ def main(name):
         works = torch.tensor([text.startswith("<think>") for text in texts])
         print(f"{label}: {len(texts)} completions of {len(prompts)} prompts")
         print(f"  right                    {right.float().mean():.3f}")
+        if num_samples > 4:
+            wrong = num_samples - right.view(-1, num_samples).sum(1)  # of which 4 are drawn
+            all_wrong = [math.comb(int(n), 4) / math.comb(num_samples, 4) for n in wrong]
+            print(f"  pass@4                   {1 - sum(all_wrong) / len(all_wrong):.3f}")
         print(f"  shows its work           {works.float().mean():.3f}")
         print(f"  right where it does      {right[works].float().mean():.3f}")
         print(f"  right where it does not  {right[~works].float().mean():.3f}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else str(ROOT / "models" / "tiny"))
+    main(*sys.argv[1:])

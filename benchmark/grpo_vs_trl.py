@@ -57,7 +57,7 @@ SIZES = {
         "warmup_steps": 0,
         "microbatch_tokens": 512,  # as fast as 1024 and 2048, with the least memory
         "trl_batch_size": 8,  # 16 and 32 are not clearly faster, and take 1.5 and 1.9 times its memory
-        "repeats": 2,
+        "repeats": 5,
         "steps": 1,
     },
 }
@@ -70,7 +70,7 @@ class Args:
     size: Literal["embedded", "large", "both"] = "both"
     """models/tiny on data/addition, or a random model of 58 M parameters"""
     repeats: int | None = None
-    """processes per side (embedded: 3; large: 2)"""
+    """processes per side (embedded: 3; large: 5)"""
     steps: int | None = None
     """timed steps per process (embedded: 10; large: 1)"""
     threads: int = os.cpu_count()

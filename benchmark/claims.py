@@ -1,0 +1,443 @@
+"""The papers' headline claims on the harder embedded task, seen or not.
+
+    python benchmark/claims.py [CLAIM ...] [--results FILE] [--jobs 2]           (default: all claims)
+    python benchmark/claims.py --page                          (runs nothing: the tables and pictures of docs/claims.md)
+
+CLAIMS is the table: what a paper says, the runs that are compared, and the tests. A run is a process of its own with
+one thread, of a script with flags and perhaps one of PATCHES; claims that name it share it. Finished runs are in
+benchmark/results/claims.csv, a row for every five steps, and are not made again: --results begins a file of one's own.
+
+The rule, older than the runs: a test names two runs (or two stretches of one) and a column of which the first should
+have more. Its number is the mean, over the seeds 1 to 5, of the difference between the two in a seed. The claim is seen
+where the 95 % interval of that mean (Student's t) lies above 0, opposite where it lies below 0, else not seen.
+"""
+
+import argparse
+import csv
+import importlib
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+
+from details import CENTRED, MEANS_OF_COMPLETIONS, SUM_OF_TOKENS, edit
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS, PAGE = ROOT / "benchmark" / "results" / "claims.csv", ROOT / "docs" / "claims.md"
+SEEDS, BIN = (1, 2, 3, 4, 5), 5  # steps in a row of the csv
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # t of 95 %, by the number of seeds
+FLAGS = "--model models/long --dataset data/long --save-every 1000 --eval-every 1000 --eval-prompts 256"
+
+# What no flag does: {name: [(what is replaced in the script, by what), ...]}
+PATCHES = {
+    "divided by its length": [(f"{SUM_OF_TOKENS} / max_completion_length", MEANS_OF_COMPLETIONS)],
+    "divided by the deviation": [(CENTRED, f"{CENTRED[:13]}({CENTRED[13:]}) / (groups.std(1, keepdim=True) + 1e-4)")],
+    "any right sum counts": [("if not right or (c in needed and {a, b} <= known):  # or", "if True:  # or")],
+}
+
+COLUMNS = {  # column: key of metrics.jsonl; means over the steps of a row but for the sums
+    "completions": "rollout/completions",
+    "seconds": "perf/step_seconds",
+    "accuracy": "eval/accuracy",
+    "pass@1": "eval/pass@1",
+    "pass@4": "eval/pass@4",
+    "reward": "reward/mean",
+    "length": "rollout/length_mean",
+    "truncated": "rollout/truncated",
+    "entropy": "policy/entropy",
+    "kl": "policy/approx_kl",
+    "clipped_low": "policy/clip_fraction_low",
+    "clipped_high": "policy/clip_fraction_high",
+    "grad_norm": "optim/grad_norm",
+    **{
+        name: f"observed/{name}"
+        for name in "clipped length_right length_wrong dots_right dots_wrong works all_right all_wrong".split()
+    },
+}
+SUMS = ("completions", "seconds")
+PATCHES["divided by both"] = PATCHES["divided by its length"] + PATCHES["divided by the deviation"]
+
+
+@dataclass
+class Test:
+    """That the first side should have more of a column than the second, over these steps (or completions)."""
+
+    what: str
+    column: str
+    more: str
+    less: str
+    first: int
+    last: int
+    less_from: tuple | None = None  # the stretch of the second side, where it is another
+    by: str = "step"
+
+
+@dataclass
+class Claim:
+    """A claim of a paper, and the runs {side: script and flags [| patch]} that try it; the first test decides."""
+
+    says: str
+    runs: dict
+    tests: list
+    panels: tuple = ()  # columns that are drawn against steps
+
+
+LEARN = "--learning-rate 3e-4 --num-steps 40"
+GRPO, DR_GRPO = f"grpo --kl-coef 0 {LEARN}", f"dr_grpo {LEARN}"
+DAPO = f"dapo {LEARN}"
+DOTS = ("dots_wrong", "dots of a wrong completion")
+REWARD, LENGTH, CUT = ("reward", "reward"), ("length", "tokens of a completion"), ("truncated", "share cut off")
+CLAIMS = {
+    "dr_grpo_length": Claim(
+        "Liu et al. 2025, figures 1 and 5: wrong completions grow under GRPO, and not without 1/length",
+        {"GRPO": GRPO, "Dr. GRPO": DR_GRPO, "GRPO with its KL term": f"grpo {LEARN}"},
+        [
+            Test("dots of a wrong completion", "dots_wrong", "GRPO", "Dr. GRPO", 31, 40),
+            Test("share cut off", "truncated", "GRPO", "Dr. GRPO", 31, 40),
+            Test("reward", "reward", "Dr. GRPO", "GRPO", 31, 40),
+            Test("dots of a wrong completion", "dots_wrong", "GRPO", "GRPO with its KL term", 31, 40),
+        ],
+        (DOTS, LENGTH, REWARD),
+    ),
+    "dr_grpo_parts": Claim(
+        "Liu et al. 2025, section 3.1: each of GRPO's two divisions is a bias of its own",
+        {
+            "Dr. GRPO": DR_GRPO,
+            "with 1/length": f"{DR_GRPO} | divided by its length",
+            "with 1/std": f"{DR_GRPO} | divided by the deviation",
+            "with both": f"{DR_GRPO} | divided by both",
+        },
+        [
+            Test("dots of a wrong completion", "dots_wrong", "with 1/length", "Dr. GRPO", 31, 40),
+            Test("dots of a wrong completion", "dots_wrong", "with 1/std", "Dr. GRPO", 31, 40),
+            Test("dots of a wrong completion", "dots_wrong", "with both", "with 1/length", 31, 40),
+            Test("reward", "reward", "Dr. GRPO", "with 1/length", 31, 40),
+            Test("reward", "reward", "Dr. GRPO", "with 1/std", 31, 40),
+        ],
+        (DOTS, LENGTH, REWARD),
+    ),
+    "dapo_sampling": Claim(
+        "Yu et al. 2025, figure 6: dynamic sampling reaches the same reward in fewer steps",
+        {"dynamic": f"{DAPO} --max-rounds 4", "one round": f"{DAPO} --max-rounds 1"},
+        [
+            Test("reward", "reward", "dynamic", "one round", 16, 25),
+            Test("reward", "reward", "dynamic", "one round", 2560, 5120, by="completions"),
+        ],
+        (REWARD, ("all_right", "groups all right"), ("all_wrong", "groups all wrong")),
+    ),
+    "dapo_signal": Claim(
+        "Yu et al. 2025, figure 3b: ever more groups are all right and teach nothing",
+        {"GRPO": GRPO},
+        [Test("groups all right", "all_right", "GRPO", "GRPO", 31, 40, (1, 10))],
+    ),
+    "dapo_clip": Claim(
+        "Yu et al. 2025, figure 2: a higher upper clip keeps entropy from collapsing",
+        {"0.28": f"{DAPO} --minibatch-size 8", "0.2": f"{DAPO} --minibatch-size 8 --clip-eps-high 0.2"},
+        [
+            Test("entropy, nats a token", "entropy", "0.28", "0.2", 31, 40),
+            Test("reward", "reward", "0.28", "0.2", 31, 40),
+        ],
+        (("entropy", "entropy, nats a token"), ("clipped_high", "clipped above"), REWARD),
+    ),
+    "dapo_overlong": Claim(
+        "Yu et al. 2025, figure 5: a penalty that rises towards the limit makes training stable",
+        {
+            "penalty": f"{DAPO} --max-completion-length 88",
+            "none": f"{DAPO} --max-completion-length 88 --overlong-buffer 0",
+        },
+        [
+            Test("share cut off", "truncated", "none", "penalty", 31, 40),
+            Test("reward", "reward", "penalty", "none", 31, 40),
+        ],
+        (CUT, LENGTH, REWARD),
+    ),
+    "process": Claim(
+        "Shao et al. 2024, figure 5: a reward for every step beats one for the answer",
+        {
+            "answer": f"grpo {LEARN}",
+            "steps": f"grpo_process {LEARN}",
+            "any right sum": f"grpo_process {LEARN} | any right sum counts",
+        },
+        [
+            Test("reward", "reward", "steps", "answer", 31, 40),
+            Test("reward", "reward", "any right sum", "answer", 31, 40),
+        ],
+        (REWARD, LENGTH, CUT),
+    ),
+}
+GSPO_WIDE = "--clip-eps-low 3e-3 --clip-eps-high 4e-3"
+RATES, UPDATES = ("1e-4", "3e-4", "1e-3"), (1, 4, 16)
+FAMILY = {
+    "grpo": "grpo --kl-coef 0",
+    "dr_grpo": "dr_grpo",
+    "dapo": "dapo --max-rounds 1",
+    "gspo": "gspo",
+    "cispo": "cispo",
+}
+
+
+def cell(name, rate, updates, steps=40):
+    """The run of a cell of the map: a script or script and flags, at a learning rate, with updates per rollout."""
+    return f"{FAMILY.get(name, name)} --learning-rate {rate} --num-steps {steps} --minibatch-size {128 // updates}"
+
+
+for updates in (4, 16):
+    for rate in RATES:
+        cells = {"GSPO": cell("gspo", rate, updates), "GRPO": cell("grpo", rate, updates)}
+        cells["GSPO, ten times wider"] = cell(f"gspo {GSPO_WIDE}", rate, updates)
+        CLAIMS[f"gspo_{updates}_{rate}"] = Claim(
+            "Zheng et al. 2025, figures 1 and 2: GSPO learns faster and clips far more tokens",
+            cells,
+            [
+                Test("reward", "reward", "GSPO", "GRPO", 31, 40),
+                Test("reward", "reward", "GSPO, ten times wider", "GRPO", 31, 40),
+                Test("tokens clipped", "clipped", "GSPO", "GRPO", 31, 40),
+            ],
+            (REWARD, ("clipped", "tokens clipped"), ("entropy", "entropy, nats a token")),
+        )
+CLAIMS["cispo_speed"] = Claim(
+    "Chen et al. 2025, figure 2: with many updates of a rollout CISPO learns faster than GRPO and DAPO",
+    {name: cell(name, "3e-4", 16) for name in ("cispo", "dapo", "grpo")},
+    [Test("reward", "reward", "cispo", "dapo", 31, 40), Test("reward", "reward", "cispo", "grpo", 31, 40)],
+    (REWARD, LENGTH, ("entropy", "entropy, nats a token")),
+)
+CLAIMS["reinforce_baseline"] = Claim(
+    "Ahmadian et al. 2024, section 3: the mean of the others as baseline makes REINFORCE learn faster",
+    {name: f"reinforce {LEARN} --baseline {name}" for name in ("leave_one_out", "group_mean", "none")},
+    [
+        Test("reward", "reward", "leave_one_out", "none", 31, 40),
+        Test("reward", "reward", "leave_one_out", "group_mean", 31, 40),
+        Test("gradient norm", "grad_norm", "none", "leave_one_out", 1, 40),
+    ],
+    (REWARD, LENGTH, ("grad_norm", "gradient norm")),
+)
+MAP = {(name, rate, updates): cell(name, rate, updates) for name in FAMILY for rate in RATES for updates in UPDATES}
+
+
+# ---- a run
+
+
+def observe(script, flags):
+    """Run a script in this process; log more of every rollout: lengths and dots of right and wrong completions."""
+    import torch
+    import tyro
+
+    sys.path.insert(0, os.getcwd())
+    module = importlib.import_module(script)
+    plain, load, ids = module.step_metrics, module.load_tokenizer, {}
+
+    def load_tokenizer(*inputs):
+        tokenizer = load(*inputs)
+        ids.update(dot=tokenizer.convert_tokens_to_ids("."), think=tokenizer.convert_tokens_to_ids("<think>"))
+        return tokenizer
+
+    def step_metrics(totals, divisor, batch, group_size, clock):
+        metrics, right = plain(totals, divisor, batch, group_size, clock), batch["rewards"] > 0.5
+        mask, groups = batch["completion_mask"].bool(), right.view(-1, group_size)
+        dots = (mask & (batch["completion_ids"] == ids["dot"])).sum(1).float()
+        for name, values in (("length", mask.sum(1).float()), ("dots", dots)):
+            for kind, rows in (("right", right), ("wrong", ~right)):
+                if rows.any():
+                    metrics[f"observed/{name}_{kind}"] = values[rows].mean().item()
+        found = {"works": batch["completion_ids"][:, 0] == ids["think"]}
+        found |= {"all_right": groups.all(1), "all_wrong": ~groups.any(1)}
+        clipped = [metrics.get(f"policy/clip_fraction_{side}", 0.0) for side in ("low", "high")]
+        metrics |= {f"observed/{name}": value.float().mean().item() for name, value in found.items()}
+        return metrics | {"observed/clipped": sum(clipped)}
+
+    module.load_tokenizer, module.step_metrics = load_tokenizer, step_metrics
+    torch.set_num_threads(1)
+    module.main(tyro.cli(module.Args, args=flags))
+
+
+def measure(run, seed):
+    """Make a run and return its rows, [{column: value}]; or say why it failed and return none."""
+    command, _, patch = run.partition(" | ")
+    script, *flags = command.split()
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("models", "data"):
+            Path(folder, name).symlink_to(ROOT / name)
+        source = (ROOT / f"{script}.py").read_text(encoding="utf-8")
+        Path(folder, f"{script}.py").write_text(edit(source, PATCHES[patch] if patch else []), encoding="utf-8")
+        program = [sys.executable, __file__, "observe", script, *FLAGS.split(), *flags]
+        program += ["--seed", str(seed), "--run-dir", "run"]
+        environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(program, cwd=folder, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            print(f"{run}, seed {seed}: {done.stderr.strip()[-300:]}", flush=True)
+            return []
+        lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
+    return [{"run": run, "seed": seed, **row} for row in rows_of(lines)]
+
+
+def rows_of(lines):
+    """Return a row for every five steps: means, or sums from the beginning, of what was logged."""
+    rows, sums = [], dict.fromkeys(SUMS, 0.0)
+    for first in range(1, lines[-1]["step"] + 1, BIN):
+        part = [line for line in lines if first <= line["step"] < first + BIN]
+        row = {"step": part[-1]["step"]}
+        for column, key in COLUMNS.items():
+            values = [line[key] for line in part if line.get(key) is not None]
+            sums |= {column: sums[column] + sum(values)} if column in sums else {}
+            value = sums[column] if column in sums else statistics.mean(values) if values else None
+            row[column] = "" if value is None else f"{value:.5g}"
+        rows.append(row)
+    return rows
+
+
+def read(path=RESULTS):
+    """Return {(run, seed): [{column: number or None}]}."""
+    found = {}
+    with path.open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            key = row.pop("run"), int(row.pop("seed"))
+            found.setdefault(key, []).append({name: float(value) if value else None for name, value in row.items()})
+    return found
+
+
+# ---- the verdict
+
+
+def value_of(rows, column, first, last, by="step"):
+    """The mean of a column over the rows of these steps (or completions), or None."""
+    values = [row[column] for row in rows if first <= row[by] <= last and row[column] is not None]
+    return statistics.mean(values) if values else None
+
+
+def sides_of(claim, test, found, seeds):
+    """The two lists, of a number or None per seed, that a test compares."""
+    stretches = (test.more, test.first, test.last), (test.less, *(test.less_from or (test.first, test.last)))
+    return [
+        [value_of(found.get((claim.runs[side], seed), []), test.column, first, last, test.by) for seed in seeds]
+        for side, first, last in stretches
+    ]
+
+
+def interval(more, less):
+    """Mean of the paired differences, and the half-width of its 95 % interval."""
+    differences = [a - b for a, b in zip(more, less, strict=True)]
+    half = STUDENT[len(differences)] * statistics.stdev(differences) / math.sqrt(len(differences))
+    return statistics.mean(differences), half
+
+
+def verdict(more, less):
+    """Seen, opposite or not seen, of two lists of five numbers."""
+    mean, half = interval(more, less)
+    return "seen" if mean - half > 0 else "opposite" if mean + half < 0 else "not seen"
+
+
+def table(claim, found, seeds=SEEDS):
+    """Return the markdown table of a claim: a row per test with both sides, the difference and the verdict."""
+    lines = ["| should be more | than | means | difference, 95 % | verdict |", "|---|---|---|---|---|"]
+    for test in claim.tests:
+        more, less = sides_of(claim, test, found, seeds)
+        unit = {"step": "steps", "completions": "completions"}[test.by]
+        names = f"{test.what}: {test.more}, {unit} {test.first} to {test.last} | {test.less}"
+        names += f", {unit} {test.less_from[0]} to {test.less_from[1]}" if test.less_from else ""
+        if None in more + less or len(seeds) not in STUDENT:
+            lines.append(f"| {names} | | | not run |")
+        else:
+            mean, half = interval(more, less)
+            means = f"{statistics.mean(more):.3g}, {statistics.mean(less):.3g}"
+            lines.append(f"| {names} | {means} | {mean:+.3g} ± {half:.2g} | **{verdict(more, less)}** |")
+    return "\n".join(lines) + "\n"
+
+
+def heat(found):
+    """Return the markdown table of the map: greedy accuracy after training, mean over the seeds that were run."""
+    lines = ["| | " + " | ".join(f"{rate}, {n} updates" for rate in RATES for n in UPDATES) + " |"]
+    lines.append("|---|" + "---|" * (len(RATES) * len(UPDATES)))
+    for name in FAMILY:
+        cells = []
+        for rate in RATES:
+            for updates in UPDATES:
+                ends = [
+                    found[key][-1]["accuracy"] for seed in SEEDS if (key := (MAP[name, rate, updates], seed)) in found
+                ]
+                cells.append(f"{statistics.mean(ends):.2f} ({len(ends)})" if ends else "-")
+        lines.append(f"| `{name}.py` | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+# ---- the page
+
+
+def fill(page, found):
+    """Return the page with the table of every claim that it has, between <!-- NAME --> and <!-- end -->."""
+    for name in [*CLAIMS, "map"]:
+        before, mark, rest = page.partition(f"<!-- {name} -->\n")
+        if mark:
+            text = heat(found) if name == "map" else table(CLAIMS[name], found)
+            page = before + mark + "\n" + text + "\n<!-- end -->" + rest.partition("<!-- end -->")[2]
+    return page
+
+
+def draw(name, found):
+    """Write the picture of a claim: its panels against steps, lines are means over seeds, bands their range."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    claim = CLAIMS[name]
+    figure, axes = plt.subplots(1, len(claim.panels), figsize=(4.2 * len(claim.panels), 3.2), layout="constrained")
+    for axis, (column, title) in zip(axes, claim.panels):
+        for side, run in claim.runs.items():
+            runs = [found[run, seed] for seed in SEEDS if (run, seed) in found]
+            by_step = {}
+            for row in (row for rows in runs for row in rows if row[column] is not None):
+                by_step.setdefault(row["step"], []).append(row[column])
+            if by_step:
+                [line] = axis.plot([*by_step], [statistics.mean(values) for values in by_step.values()], label=side)
+                low, high = ([extreme(values) for values in by_step.values()] for extreme in (min, max))
+                axis.fill_between([*by_step], low, high, color=line.get_color(), alpha=0.15)
+        axis.set(title=title, xlabel="steps")
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize=8)
+    figure.savefig(ROOT / "docs" / "pictures" / f"claim_{name}.png", dpi=80)
+    plt.close(figure)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("claims", nargs="*", metavar="CLAIM", help=f"of {' '.join(CLAIMS)} map")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="csv of finished runs, which are not made again")
+    parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--page", action="store_true", help="run nothing, write docs/claims.md and its pictures")
+    args = parser.parse_args()
+    if not args.results.exists():
+        args.results.write_text(",".join(["run", "seed", "step", *COLUMNS]) + "\n", encoding="utf-8")
+    found, chosen = read(args.results), args.claims or [*CLAIMS, "map"]
+    runs = [run for name in chosen for run in (MAP if name == "map" else CLAIMS[name].runs).values()]
+    wanted = [(run, seed) for seed in args.seeds for run in dict.fromkeys(runs) if (run, seed) not in found]
+    wanted = [] if args.page else wanted
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for done in as_completed([pool.submit(measure, *key) for key in wanted]):
+            with args.results.open("a", newline="", encoding="utf-8") as file:
+                rows = done.result()
+                csv.DictWriter(file, ["run", "seed", "step", *COLUMNS], lineterminator="\n").writerows(rows)
+            if rows:
+                shown = {name: rows[-1][name] for name in ("seconds", "reward", "accuracy", "length", "dots_wrong")}
+                print(f"{rows[-1]['run']}, seed {rows[-1]['seed']}: {shown}", flush=True)
+    found = read(args.results)
+    for name in chosen:
+        print(f"\n{name}\n\n{heat(found) if name == 'map' else table(CLAIMS[name], found, args.seeds)}")
+    if args.page:
+        PAGE.write_text(fill(PAGE.read_text(encoding="utf-8"), found), encoding="utf-8")
+        runs = {run for run, _ in found}
+        for name in (name for name, claim in CLAIMS.items() if claim.panels and runs.intersection(claim.runs.values())):
+            draw(name, found)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["observe"]:
+        observe(sys.argv[2], sys.argv[3:])
+    else:
+        main()

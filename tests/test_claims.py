@@ -1,0 +1,77 @@
+"""benchmark/claims.py: its rule and its patches, the task, and the page, whose numbers are those of the csv."""
+
+import json
+import re
+import subprocess
+import sys
+
+import claims
+import details
+import grpo
+import pytest
+from test_copies import ROOT
+
+PAGE = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
+FOUND = claims.read()
+RUNS = {run for claim in claims.CLAIMS.values() for run in claim.runs.values()} | {*claims.MAP.values()}
+LONG = str(ROOT / "models" / "long")
+
+
+def test_the_rule_by_numbers_worked_out_by_hand():
+    # Differences 1 to 5: mean 3, deviation sqrt(2.5), 2.776 sqrt(2.5) / sqrt(5) = 1.963.
+    more, less = [2.0, 4.0, 6.0, 8.0, 10.0], [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert claims.interval(more, less) == (3.0, pytest.approx(1.963, abs=1e-3))
+    assert (claims.verdict(more, less), claims.verdict(less, more)) == ("seen", "opposite")
+    assert claims.verdict([*more[:4], 0.0], less) == "not seen"
+
+
+@pytest.mark.parametrize("run", sorted(run for run in RUNS if " | " in run))
+def test_patches_are_short_and_fit_their_scripts(run):
+    edits = claims.PATCHES[run.partition(" | ")[2]]
+    assert sum(new.count("\n") + 1 for _, new in edits) <= 10
+    source = (ROOT / f"{run.split()[0]}.py").read_text(encoding="utf-8")
+    compile(details.edit(source, edits), "patched", "exec")
+
+
+def test_the_csv_has_every_step_of_every_run_and_no_other_runs():
+    for (run, seed), rows in FOUND.items():
+        assert run in RUNS and seed in claims.SEEDS
+        last = int(re.search(r"--num-steps (\d+)", run)[1])
+        assert [row["step"] for row in rows] == [*range(claims.BIN, last + 1, claims.BIN)]
+
+
+def test_the_page_has_the_numbers_of_the_csv_and_few_words():
+    assert claims.fill(PAGE, FOUND) == PAGE
+    whole = {run for run in RUNS if all((run, seed) in FOUND for seed in claims.SEEDS)}
+    finished = [name for name, claim in claims.CLAIMS.items() if whole.issuperset(claim.runs.values())]
+    assert [name for name in finished if f"<!-- {name} -->" not in PAGE] == [] and len(finished) > 1
+    for section in PAGE.split("\n## ")[1:]:
+        prose = re.sub(r"<!-- \w.*?<!-- end -->|!\[.*?\]\(.*?\)|^    .*$", "", section, flags=re.DOTALL | re.MULTILINE)
+        assert len(prose.split()) <= 120, section.splitlines()[0]
+
+
+def test_the_task_is_made_anew_byte_for_byte(tmp_path):
+    subprocess.run([sys.executable, ROOT / "data" / "long" / "make.py", tmp_path], check=True)
+    for name in ("train.jsonl", "test.jsonl"):
+        assert (tmp_path / name).read_bytes() == (ROOT / "data" / "long" / name).read_bytes()
+
+
+def test_the_model_names_the_limit_of_its_task_and_so_do_its_checkpoints(tmp_path):
+    assert grpo.resolve_args(grpo.Args()).max_completion_length == 48
+    assert grpo.resolve_args(grpo.Args(model=LONG)).max_completion_length == 112
+    assert grpo.resolve_args(grpo.Args(model=LONG, max_completion_length=60)).max_completion_length == 60
+    tokenizer = grpo.load_tokenizer(LONG)
+    model, _ = grpo.load_model(LONG, tokenizer)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    assert grpo.resolve_args(grpo.Args(model=str(tmp_path))).max_completion_length == 112
+
+
+def test_what_is_observed_of_a_run_agrees_with_what_it_logs():
+    sizes = "--num-steps 1 --prompts-per-step 2 --minibatch-size 16 --eval-prompts 0"
+    [row] = claims.measure(f"grpo --kl-coef 0 {sizes}", 1)
+    assert row["completions"] == "16" and row["step"] == 1 and row["accuracy"] == ""
+    length, right, wrong, share = (float(row[name]) for name in ("length", "length_right", "length_wrong", "reward"))
+    assert length == pytest.approx(share * right + (1 - share) * wrong, rel=1e-3)
+    assert float(row["dots_wrong"]) > 0 and 0 < float(row["works"]) < 1
+    assert json.loads(row["all_right"]) + json.loads(row["all_wrong"]) <= 1
