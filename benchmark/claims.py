@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from details import CENTRED, MEANS_OF_COMPLETIONS, SUM_OF_TOKENS, edit
+from details import AS_IT_IS, DETAILS, edit
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PAGE = ROOT / "benchmark" / "results" / "claims.csv", ROOT / "docs" / "claims.md"
@@ -34,11 +34,14 @@ SEEDS, BIN = (1, 2, 3, 4, 5), 5  # steps in a row of the csv
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # t of 95 %, by the number of seeds
 FLAGS = "--model models/long --dataset data/long --save-every 1000 --eval-every 1000 --eval-prompts 256"
 
-# What no flag does: {name: [(what is replaced in the script, by what), ...]}
+# What no flag does: {name: [(what is replaced in the script, by what), ...]}; to these come those of details.py.
+LENGTH_AND_STD = DETAILS["dr_grpo"]["divided by the own length"][1] + DETAILS["dr_grpo"]["divided by the std"][1]
 PATCHES = {
-    "divided by its length": [(f"{SUM_OF_TOKENS} / max_completion_length", MEANS_OF_COMPLETIONS)],
-    "divided by the deviation": [(CENTRED, f"{CENTRED[:13]}({CENTRED[13:]}) / (groups.std(1, keepdim=True) + 1e-4)")],
+    "divided by both": LENGTH_AND_STD,
     "any right sum counts": [("if not right or (c in needed and {a, b} <= known):  # or", "if True:  # or")],
+}
+PATCHES |= {
+    f"{script}: {name}": edits for script, found in DETAILS.items() for name, (_, edits) in found.items() if edits
 }
 
 COLUMNS = {  # column: key of metrics.jsonl; means over the steps of a row but for the sums
@@ -61,7 +64,6 @@ COLUMNS = {  # column: key of metrics.jsonl; means over the steps of a row but f
     },
 }
 SUMS = ("completions", "seconds")
-PATCHES["divided by both"] = PATCHES["divided by its length"] + PATCHES["divided by the deviation"]
 
 
 @dataclass
@@ -109,8 +111,8 @@ CLAIMS = {
         "Liu et al. 2025, section 3.1: each of GRPO's two divisions is a bias of its own",
         {
             "Dr. GRPO": DR_GRPO,
-            "with 1/length": f"{DR_GRPO} | divided by its length",
-            "with 1/std": f"{DR_GRPO} | divided by the deviation",
+            "with 1/length": f"{DR_GRPO} | dr_grpo: divided by the own length",
+            "with 1/std": f"{DR_GRPO} | dr_grpo: divided by the std",
             "with both": f"{DR_GRPO} | divided by both",
         },
         [
@@ -209,7 +211,11 @@ CLAIMS["cispo_speed"] = Claim(
 )
 CLAIMS["reinforce_baseline"] = Claim(
     "Ahmadian et al. 2024, section 3: the mean of the others as baseline makes REINFORCE learn faster",
-    {name: f"reinforce {LEARN} --baseline {name}" for name in ("leave_one_out", "group_mean", "none")},
+    {
+        "leave_one_out": f"reinforce {LEARN}",
+        "group_mean": f"reinforce --baseline group_mean {LEARN}",
+        "none": f"reinforce --baseline none {LEARN}",
+    },
     [
         Test("reward", "reward", "leave_one_out", "none", 31, 40),
         Test("reward", "reward", "leave_one_out", "group_mean", 31, 40),
@@ -218,6 +224,13 @@ CLAIMS["reinforce_baseline"] = Claim(
     (REWARD, LENGTH, ("grad_norm", "gradient norm")),
 )
 MAP = {(name, rate, updates): cell(name, rate, updates) for name in FAMILY for rate in RATES for updates in UPDATES}
+ONLINE = ("grpo", "reinforce", "dr_grpo", "dapo", "gspo", "cispo", "grpo_process")
+DONE_OTHERWISE = {  # {(script, detail): run}: those of benchmark/details.py, on this task
+    (script, name): f"{script} {flags} {LEARN}".replace("  ", " ") + f" | {script}: {name}" * bool(edits)
+    for script in ONLINE
+    for name, (flags, edits) in DETAILS[script].items()
+}
+SETS = {"map": MAP, "details": DONE_OTHERWISE}
 
 
 # ---- a run
@@ -365,6 +378,34 @@ def heat(found):
     return "\n".join(lines) + "\n"
 
 
+def otherwise(found, seeds=(1, 2, 3)):
+    """Return the page of what happens when a detail is done otherwise: means over seeds, and the change of reward."""
+    columns = {"accuracy": 1, "pass@1": 1, "length": 31, "dots_wrong": 31, "truncated": 31, "entropy": 31}
+    columns["grad_norm"] = 1  # from which step on
+    page = (
+        "`python benchmark/claims.py details --seeds 1 2 3`: those of benchmark/details.py on data/long, means over\n"
+    )
+    page += "seeds. Reward, length, dots of a wrong completion, share cut off and entropy are of steps 31 to 40, the\n"
+    page += "gradient norm of all; the difference is that of reward, with its 95 % interval.\n"
+    for script in ONLINE:
+        rows = []
+        for detail in DETAILS[script]:
+            own, plain = ([found.get((DONE_OTHERWISE[script, d], n), []) for n in seeds] for d in (detail, AS_IT_IS))
+            rewards, base = ([value_of(rows, "reward", 31, 40) for rows in runs] for runs in (own, plain))
+            if None not in rewards + base:
+                mean, half = interval(rewards, base)
+                gap = "" if detail == AS_IT_IS else f"{mean:+.3f} ± {half:.3f}"
+                values = [
+                    statistics.mean(value_of(runs, name, first, 40) for runs in own) for name, first in columns.items()
+                ]
+                cells = [f"{statistics.mean(rewards):.3f}", gap, *(f"{value:.3g}" for value in values)]
+                rows.append(f"| {detail} | {' | '.join(cells)} |")
+        if rows:
+            page += f"\n## {script}.py {LEARN}\n\n| | reward | difference | {' | '.join(columns)} |\n"
+            page += f"|{'---|' * (len(columns) + 3)}\n" + "\n".join(rows) + "\n"
+    return page
+
+
 # ---- the page
 
 
@@ -406,7 +447,7 @@ def draw(name, found):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("claims", nargs="*", metavar="CLAIM", help=f"of {' '.join(CLAIMS)} map")
+    parser.add_argument("claims", nargs="*", metavar="CLAIM", help=f"of {' '.join([*CLAIMS, *SETS])}")
     parser.add_argument("--results", type=Path, default=RESULTS, help="csv of finished runs, which are not made again")
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
@@ -414,8 +455,8 @@ def main():
     args = parser.parse_args()
     if not args.results.exists():
         args.results.write_text(",".join(["run", "seed", "step", *COLUMNS]) + "\n", encoding="utf-8")
-    found, chosen = read(args.results), args.claims or [*CLAIMS, "map"]
-    runs = [run for name in chosen for run in (MAP if name == "map" else CLAIMS[name].runs).values()]
+    found, chosen = read(args.results), args.claims or [*CLAIMS, *SETS]
+    runs = [run for name in chosen for run in (SETS.get(name) or CLAIMS[name].runs).values()]
     wanted = [(run, seed) for seed in args.seeds for run in dict.fromkeys(runs) if (run, seed) not in found]
     wanted = [] if args.page else wanted
     with ThreadPoolExecutor(args.jobs) as pool:
@@ -428,8 +469,10 @@ def main():
                 print(f"{rows[-1]['run']}, seed {rows[-1]['seed']}: {shown}", flush=True)
     found = read(args.results)
     for name in chosen:
-        print(f"\n{name}\n\n{heat(found) if name == 'map' else table(CLAIMS[name], found, args.seeds)}")
+        text = {"map": heat, "details": otherwise}[name](found) if name in SETS else None
+        print(f"\n{name}\n\n{text or table(CLAIMS[name], found, args.seeds)}")
     if args.page:
+        (RESULTS.parent / "details_long.md").write_text(otherwise(found), encoding="utf-8")
         PAGE.write_text(fill(PAGE.read_text(encoding="utf-8"), found), encoding="utf-8")
         runs = {run for run, _ in found}
         for name in (name for name, claim in CLAIMS.items() if claim.panels and runs.intersection(claim.runs.values())):
