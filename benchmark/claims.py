@@ -33,6 +33,7 @@ RESULTS, PAGE = ROOT / "benchmark" / "results" / "claims.csv", ROOT / "docs" / "
 SEEDS, BIN = (1, 2, 3, 4, 5), 5  # steps in a row of the csv
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # t of 95 %, by the number of seeds
 FLAGS = "--model models/long --dataset data/long --save-every 1000 --eval-every 1000 --eval-prompts 256"
+ON_PREFERENCES = ("ppo_rlhf", "dpo")  # on the easy task, of which there are pairs and a reward model
 
 # What no flag does: {name: [(what is replaced in the script, by what), ...]}; to these come those of details.py.
 LENGTH_AND_STD = DETAILS["dr_grpo"]["divided by the own length"][1] + DETAILS["dr_grpo"]["divided by the std"][1]
@@ -62,6 +63,9 @@ COLUMNS = {  # column: key of metrics.jsonl; means over the steps of a row but f
         name: f"observed/{name}"
         for name in "clipped length_right length_wrong dots_right dots_wrong works all_right all_wrong".split()
     },
+    "score": "eval/score",
+    "chosen": "eval/pair_chosen_log_ratio",
+    "rejected": "eval/pair_rejected_log_ratio",
 }
 SUMS = ("completions", "seconds")
 
@@ -173,6 +177,7 @@ CLAIMS = {
         (REWARD, LENGTH, CUT),
     ),
 }
+PREFERENCES = "--num-steps 40 --eval-every 5"
 GSPO_WIDE = "--clip-eps-low 3e-3 --clip-eps-high 4e-3"
 RATES, UPDATES = ("1e-4", "3e-4", "1e-3"), (1, 4, 16)
 FAMILY = {
@@ -223,6 +228,26 @@ CLAIMS["reinforce_baseline"] = Claim(
     ],
     (REWARD, LENGTH, ("grad_norm", "gradient norm")),
 )
+CLAIMS["ppo_penalty"] = Claim(
+    "Gao et al. 2022, figure 1: optimised too far, a reward model's score rises while what it stands for falls",
+    {"no penalty": f"ppo_rlhf --kl-coef 0 {PREFERENCES}", "penalty": f"ppo_rlhf {PREFERENCES}"},
+    [
+        Test("greedy accuracy", "accuracy", "no penalty", "no penalty", 10, 15, (36, 40)),
+        Test("score", "score", "no penalty", "no penalty", 36, 40, (10, 15)),
+        Test("greedy accuracy", "accuracy", "penalty", "no penalty", 36, 40),
+    ],
+    (("score", "score of the reward model"), ("accuracy", "greedy accuracy")),
+)
+CLAIMS["dpo_displacement"] = Claim(
+    "Razin et al. 2024: DPO makes the chosen response less likely, too",
+    {"beta 0.1": f"dpo --beta 0.1 {PREFERENCES}", "beta 0.5": f"dpo {PREFERENCES}"},
+    [
+        Test("log-ratio of the chosen", "chosen", "beta 0.1", "beta 0.1", 1, 5, (36, 40)),
+        Test("log-ratio of the chosen", "chosen", "beta 0.5", "beta 0.5", 1, 5, (36, 40)),
+        Test("log-ratio of the chosen", "chosen", "beta 0.5", "beta 0.1", 36, 40),
+    ],
+    (("chosen", "log-ratio of the chosen"), ("rejected", "log-ratio of the rejected")),
+)
 MAP = {(name, rate, updates): cell(name, rate, updates) for name in FAMILY for rate in RATES for updates in UPDATES}
 ONLINE = ("grpo", "reinforce", "dr_grpo", "dapo", "gspo", "cispo", "grpo_process")
 DONE_OTHERWISE = {  # {(script, detail): run}: those of benchmark/details.py, on this task
@@ -243,7 +268,7 @@ def observe(script, flags):
 
     sys.path.insert(0, os.getcwd())
     module = importlib.import_module(script)
-    plain, load, ids = module.step_metrics, module.load_tokenizer, {}
+    plain, load, ids = getattr(module, "step_metrics", None), module.load_tokenizer, {}
 
     def load_tokenizer(*inputs):
         tokenizer = load(*inputs)
@@ -264,7 +289,8 @@ def observe(script, flags):
         metrics |= {f"observed/{name}": value.float().mean().item() for name, value in found.items()}
         return metrics | {"observed/clipped": sum(clipped)}
 
-    module.load_tokenizer, module.step_metrics = load_tokenizer, step_metrics
+    if script not in ON_PREFERENCES:
+        module.load_tokenizer, module.step_metrics = load_tokenizer, step_metrics
     torch.set_num_threads(1)
     module.main(tyro.cli(module.Args, args=flags))
 
@@ -278,7 +304,7 @@ def measure(run, seed):
             Path(folder, name).symlink_to(ROOT / name)
         source = (ROOT / f"{script}.py").read_text(encoding="utf-8")
         Path(folder, f"{script}.py").write_text(edit(source, PATCHES[patch] if patch else []), encoding="utf-8")
-        program = [sys.executable, __file__, "observe", script, *FLAGS.split(), *flags]
+        program = [sys.executable, __file__, "observe", script, *FLAGS.split() * (script not in ON_PREFERENCES), *flags]
         program += ["--seed", str(seed), "--run-dir", "run"]
         environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
         done = subprocess.run(program, cwd=folder, env=environment, capture_output=True, text=True)
@@ -362,19 +388,19 @@ def table(claim, found, seeds=SEEDS):
     return "\n".join(lines) + "\n"
 
 
+def ends(found, name, rate, updates):
+    """Greedy accuracy after training in a cell of the map, the mean over the seeds that were run, or None."""
+    values = [rows[-1]["accuracy"] for seed in SEEDS if (rows := found.get((MAP[name, rate, updates], seed)))]
+    return statistics.mean(values) if values else None
+
+
 def heat(found):
-    """Return the markdown table of the map: greedy accuracy after training, mean over the seeds that were run."""
-    lines = ["| | " + " | ".join(f"{rate}, {n} updates" for rate in RATES for n in UPDATES) + " |"]
+    """Return the markdown table of the map."""
+    lines = ["| | " + " | ".join(f"{rate}, {n}" for rate in RATES for n in UPDATES) + " |"]
     lines.append("|---|" + "---|" * (len(RATES) * len(UPDATES)))
     for name in FAMILY:
-        cells = []
-        for rate in RATES:
-            for updates in UPDATES:
-                ends = [
-                    found[key][-1]["accuracy"] for seed in SEEDS if (key := (MAP[name, rate, updates], seed)) in found
-                ]
-                cells.append(f"{statistics.mean(ends):.2f} ({len(ends)})" if ends else "-")
-        lines.append(f"| `{name}.py` | {' | '.join(cells)} |")
+        values = [ends(found, name, rate, updates) for rate in RATES for updates in UPDATES]
+        lines.append(f"| `{name}.py` | {' | '.join('-' if v is None else f'{v:.2f}' for v in values)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -445,6 +471,29 @@ def draw(name, found):
     plt.close(figure)
 
 
+def draw_map(found):
+    """Write the picture of the map: a panel per script, learning rates against updates of a rollout."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(FAMILY), figsize=(13, 3), layout="constrained", sharey=True)
+    for axis, name in zip(axes, FAMILY):
+        for x, rate in enumerate(RATES):
+            for y, updates in enumerate(UPDATES):
+                if (value := ends(found, name, rate, updates)) is not None:
+                    image = axis.imshow([[value]], extent=(x, x + 1, y, y + 1), vmin=0, vmax=1, cmap="viridis")
+                    axis.text(x + 0.5, y + 0.5, f"{value:.2f}", ha="center", va="center", color="wk"[value > 0.5])
+        axis.set(title=f"{name}.py", xlim=(0, len(RATES)), ylim=(0, len(UPDATES)), xlabel="learning rate", aspect=0.8)
+        axis.set_xticks([x + 0.5 for x in range(len(RATES))], RATES)
+        axis.set_yticks([y + 0.5 for y in range(len(UPDATES))], map(str, UPDATES))
+    axes[0].set_ylabel("updates of a rollout")
+    figure.colorbar(image, ax=axes, label="greedy accuracy")
+    figure.savefig(ROOT / "docs" / "pictures" / "claim_map.png", dpi=80)
+    plt.close(figure)
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("claims", nargs="*", metavar="CLAIM", help=f"of {' '.join([*CLAIMS, *SETS])}")
@@ -477,6 +526,8 @@ def main():
         runs = {run for run, _ in found}
         for name in (name for name, claim in CLAIMS.items() if claim.panels and runs.intersection(claim.runs.values())):
             draw(name, found)
+        if runs.intersection(MAP.values()):
+            draw_map(found)
 
 
 if __name__ == "__main__":

@@ -245,12 +245,6 @@ def test_a_reward_model_with_another_tokenizer_is_refused(tmp_path, scorer):
     assert message.startswith(f"--reward-model {tmp_path / 'other'}: its tokenizer is not that of")
 
 
-def test_a_run_of_another_script_is_not_gone_on_with(runs):
-    for script, other in ((reward_model, dpo), (dpo, reward_model), (ppo_rlhf, dpo)):
-        message = exit_line(script, resume=str(runs[other.__name__]), num_steps=30)
-        assert "script was dpo, now reward_model" in message or "another script" in message
-
-
 # ---- killed and resumed
 
 
