@@ -22,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,11 +36,15 @@ STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # t of 95 %, by the number 
 FLAGS = "--model models/long --dataset data/long --save-every 1000 --eval-every 1000 --eval-prompts 256"
 ON_PREFERENCES = ("ppo_rlhf", "dpo")  # on the easy task, of which there are pairs and a reward model
 
+MANY = "256 samples"  # in place of a patch: of the model that comes out, on 64 held-out prompts
+PASS = (1, 4, 16, 64, 256)
+
 # What no flag does: {name: [(what is replaced in the script, by what), ...]}; to these come those of details.py.
 LENGTH_AND_STD = DETAILS["dr_grpo"]["divided by the own length"][1] + DETAILS["dr_grpo"]["divided by the std"][1]
 PATCHES = {
     "divided by both": LENGTH_AND_STD,
     "any right sum counts": [("if not right or (c in needed and {a, b} <= known):  # or", "if True:  # or")],
+    MANY: [],
 }
 PATCHES |= {
     f"{script}: {name}": edits for script, found in DETAILS.items() for name, (_, edits) in found.items() if edits
@@ -66,6 +71,7 @@ COLUMNS = {  # column: key of metrics.jsonl; means over the steps of a row but f
     "score": "eval/score",
     "chosen": "eval/pair_chosen_log_ratio",
     "rejected": "eval/pair_rejected_log_ratio",
+    **{f"{name}@{k} of 256": f"observed/{name}@{k}" for name in ("pass", "maj") for k in PASS[1:]},
 }
 SUMS = ("completions", "seconds")
 
@@ -204,6 +210,7 @@ for updates in (4, 16):
             [
                 Test("reward", "reward", "GSPO", "GRPO", 31, 40),
                 Test("reward", "reward", "GSPO, ten times wider", "GRPO", 31, 40),
+                Test("reward", "reward", "GSPO", "GRPO", 6, 10),  # added when the first runs had been seen
                 Test("tokens clipped", "clipped", "GSPO", "GRPO", 31, 40),
             ],
             (REWARD, ("clipped", "tokens clipped"), ("entropy", "entropy, nats a token")),
@@ -227,6 +234,17 @@ CLAIMS["reinforce_baseline"] = Claim(
         Test("gradient norm", "grad_norm", "none", "leave_one_out", 1, 40),
     ],
     (REWARD, LENGTH, ("grad_norm", "gradient norm")),
+)
+BEFORE, AFTER = f"grpo --num-steps 0 --eval-prompts 64 | {MANY}", f"grpo {LEARN} --eval-prompts 64 | {MANY}"
+CLAIMS["grpo_sharpens"] = Claim(
+    "Shao et al. 2024, figure 7: the majority of answers gets better, the best of many answers does not",
+    {"after": AFTER, "before": BEFORE},
+    [
+        Test("majority of 64", "maj@64 of 256", "after", "before", 40, 40, (0, 0)),
+        Test("pass@16", "pass@16 of 256", "after", "before", 40, 40, (0, 0)),
+        Test("pass@256", "pass@256 of 256", "after", "before", 40, 40, (0, 0)),
+        Test("pass@1", "pass@1", "after", "before", 40, 40, (0, 0)),
+    ],
 )
 CLAIMS["ppo_penalty"] = Claim(
     "Gao et al. 2022, figure 1: optimised too far, a reward model's score rises while what it stands for falls",
@@ -261,7 +279,7 @@ SETS = {"map": MAP, "details": DONE_OTHERWISE}
 # ---- a run
 
 
-def observe(script, flags):
+def observe(script, many, flags):
     """Run a script in this process; log more of every rollout: lengths and dots of right and wrong completions."""
     import torch
     import tyro
@@ -293,6 +311,34 @@ def observe(script, flags):
         module.load_tokenizer, module.step_metrics = load_tokenizer, step_metrics
     torch.set_num_threads(1)
     module.main(tyro.cli(module.Args, args=flags))
+    if many:
+        model = "run/checkpoint" if Path("run/checkpoint").exists() else "models/long"
+        sample_many(module, model, int(flags[flags.index("--seed") + 1]), "run/metrics.jsonl")
+
+
+def sample_many(module, model, seed, log):
+    """Add pass@k, and the accuracy of the majority of k answers, of 256 completions a prompt to the log."""
+    import torch
+
+    module.init_ranks()
+    tokenizer = module.load_tokenizer(model)
+    model, stop_ids = module.load_model(model, tokenizer)
+    args = module.resolve_args(module.Args(model="models/long", dataset="data/long", rollout_batch_size=256))
+    prompts = module.load_prompts(args.dataset, tokenizer, "", args.max_prompt_length, 64)[1]
+    torch.manual_seed(seed)
+    _, texts = module.sample_completions(model, tokenizer, prompts, PASS[-1], 1.0, stop_ids, args)
+    answers = [text and module.parse_answer(text) for text in map(module.extract_answer, texts)]
+    found = dict.fromkeys([f"observed/{name}@{k}" for name in ("pass", "maj") for k in PASS], 0.0)
+    for i, prompt in enumerate(prompts):
+        own, gold = answers[i * PASS[-1] : (i + 1) * PASS[-1]], module.parse_answer(prompt["answer"])
+        for k in PASS:
+            all_wrong = math.comb(len(own) - own.count(gold), k) / math.comb(len(own), k)
+            votes = [Counter(own[j : j + k]).most_common(1)[0][0] for j in range(0, len(own), k)]
+            found[f"observed/pass@{k}"] += (1 - all_wrong) / len(prompts)
+            found[f"observed/maj@{k}"] += votes.count(gold) / len(votes) / len(prompts)
+    last = json.loads(Path(log).read_text().splitlines()[-1])["step"]
+    with Path(log).open("a") as file:
+        file.write(json.dumps({"step": last, **found}) + "\n")
 
 
 def measure(run, seed):
@@ -304,7 +350,15 @@ def measure(run, seed):
             Path(folder, name).symlink_to(ROOT / name)
         source = (ROOT / f"{script}.py").read_text(encoding="utf-8")
         Path(folder, f"{script}.py").write_text(edit(source, PATCHES[patch] if patch else []), encoding="utf-8")
-        program = [sys.executable, __file__, "observe", script, *FLAGS.split() * (script not in ON_PREFERENCES), *flags]
+        program = [
+            sys.executable,
+            __file__,
+            "observe",
+            script,
+            patch,
+            *FLAGS.split() * (script not in ON_PREFERENCES),
+            *flags,
+        ]
         program += ["--seed", str(seed), "--run-dir", "run"]
         environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
         done = subprocess.run(program, cwd=folder, env=environment, capture_output=True, text=True)
@@ -318,7 +372,7 @@ def measure(run, seed):
 def rows_of(lines):
     """Return a row for every five steps: means, or sums from the beginning, of what was logged."""
     rows, sums = [], dict.fromkeys(SUMS, 0.0)
-    for first in range(1, lines[-1]["step"] + 1, BIN):
+    for first in range(1, lines[-1]["step"] + 1, BIN) if lines[-1]["step"] else (0,):
         part = [line for line in lines if first <= line["step"] < first + BIN]
         row = {"step": part[-1]["step"]}
         for column, key in COLUMNS.items():
@@ -532,6 +586,6 @@ def main():
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["observe"]:
-        observe(sys.argv[2], sys.argv[3:])
+        observe(sys.argv[2], sys.argv[3] == MANY, sys.argv[4:])
     else:
         main()
