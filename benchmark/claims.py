@@ -124,11 +124,16 @@ CLAIMS = {
             "with 1/length": f"{DR_GRPO} | dr_grpo: divided by the own length",
             "with 1/std": f"{DR_GRPO} | dr_grpo: divided by the std",
             "with both": f"{DR_GRPO} | divided by both",
+            "GRPO": GRPO,
         },
         [
             Test("dots of a wrong completion", "dots_wrong", "with 1/length", "Dr. GRPO", 31, 40),
             Test("dots of a wrong completion", "dots_wrong", "with 1/std", "Dr. GRPO", 31, 40),
             Test("dots of a wrong completion", "dots_wrong", "with both", "with 1/length", 31, 40),
+            # Added when the runs had been seen:
+            Test("dots of a wrong completion", "dots_wrong", "with 1/length", "Dr. GRPO", 11, 20),
+            Test("dots of a wrong completion", "dots_wrong", "with 1/std", "Dr. GRPO", 11, 20),
+            Test("dots of a wrong completion", "dots_wrong", "GRPO", "with both", 31, 40),
             Test("reward", "reward", "Dr. GRPO", "with 1/length", 31, 40),
             Test("reward", "reward", "Dr. GRPO", "with 1/std", 31, 40),
         ],
