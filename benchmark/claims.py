@@ -18,6 +18,7 @@ import importlib
 import json
 import math
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -200,9 +201,9 @@ FAMILY = {
 }
 
 
-def cell(name, rate, updates, steps=40):
+def cell(name, rate, updates):
     """The run of a cell of the map: a script or script and flags, at a learning rate, with updates per rollout."""
-    return f"{FAMILY.get(name, name)} --learning-rate {rate} --num-steps {steps} --minibatch-size {128 // updates}"
+    return f"{FAMILY.get(name, name)} --learning-rate {rate} --num-steps 40 --minibatch-size {128 // updates}"
 
 
 for updates in (4, 16):
@@ -355,16 +356,8 @@ def measure(run, seed):
             Path(folder, name).symlink_to(ROOT / name)
         source = (ROOT / f"{script}.py").read_text(encoding="utf-8")
         Path(folder, f"{script}.py").write_text(edit(source, PATCHES[patch] if patch else []), encoding="utf-8")
-        program = [
-            sys.executable,
-            __file__,
-            "observe",
-            script,
-            patch,
-            *FLAGS.split() * (script not in ON_PREFERENCES),
-            *flags,
-        ]
-        program += ["--seed", str(seed), "--run-dir", "run"]
+        program = [sys.executable, __file__, "observe", script, patch]
+        program += [*FLAGS.split() * (script not in ON_PREFERENCES), *flags, "--seed", str(seed), "--run-dir", "run"]
         environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
         done = subprocess.run(program, cwd=folder, env=environment, capture_output=True, text=True)
         if done.returncode:
@@ -576,17 +569,15 @@ def main():
                 shown = {name: rows[-1][name] for name in ("seconds", "reward", "accuracy", "length", "dots_wrong")}
                 print(f"{rows[-1]['run']}, seed {rows[-1]['seed']}: {shown}", flush=True)
     found = read(args.results)
-    for name in chosen:
+    for name in chosen * (not args.page):
         text = {"map": heat, "details": otherwise}[name](found) if name in SETS else None
         print(f"\n{name}\n\n{text or table(CLAIMS[name], found, args.seeds)}")
     if args.page:
         (RESULTS.parent / "details_long.md").write_text(otherwise(found), encoding="utf-8")
-        PAGE.write_text(fill(PAGE.read_text(encoding="utf-8"), found), encoding="utf-8")
-        runs = {run for run, _ in found}
-        for name in (name for name, claim in CLAIMS.items() if claim.panels and runs.intersection(claim.runs.values())):
-            draw(name, found)
-        if runs.intersection(MAP.values()):
-            draw_map(found)
+        page = fill(PAGE.read_text(encoding="utf-8"), found)
+        PAGE.write_text(page, encoding="utf-8")
+        for name in re.findall(r"pictures/claim_(\w.*?)\.png", page):
+            draw_map(found) if name == "map" else draw(name, found)
 
 
 if __name__ == "__main__":
