@@ -19,6 +19,7 @@ import json
 import math
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -28,23 +29,36 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from details import AS_IT_IS, DETAILS, edit
+from details import AS_IT_IS, DETAILS, edit, greedy
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PAGE = ROOT / "benchmark" / "results" / "claims.csv", ROOT / "docs" / "claims.md"
 SEEDS, BIN = (1, 2, 3, 4, 5), 5  # steps in a row of the csv
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # t of 95 %, by the number of seeds
+TUNING_SEED = 6  # not one of those that decide
 FLAGS = "--model models/long --dataset data/long --save-every 1000 --eval-every 1000 --eval-prompts 256"
-ON_PREFERENCES = ("ppo_rlhf", "dpo")  # on the easy task, of which there are pairs and a reward model
+ON_EASY_TASK = "--num-steps 40 --eval-every 5"  # of which there are pairs and a reward model, in place of FLAGS
+# {folder: (arguments of data/long/make.py, flags of sft.py)}: models/long with another habit, made when a run names it.
+BASES = {
+    "bases/rare": ("0.005", "--num-steps 100 --learning-rate 1e-3 --warmup-steps 20"),
+    "bases/twice": ("0.25 0.15", "--num-steps 300 --learning-rate 1.5e-3 --warmup-steps 30"),
+}
 
 MANY = "256 samples"  # in place of a patch: of the model that comes out, on 64 held-out prompts
 PASS = (1, 4, 16, 64, 256)
 
 # What no flag does: {name: [(what is replaced in the script, by what), ...]}; to these come those of details.py.
-LENGTH_AND_STD = DETAILS["dr_grpo"]["divided by the own length"][1] + DETAILS["dr_grpo"]["divided by the std"][1]
 PATCHES = {
-    "divided by both": LENGTH_AND_STD,
+    "divided by both": [DETAILS["dr_grpo"][f"divided by the {what}"][1][0] for what in ("own length", "std")],
     "any right sum counts": [("if not right or (c in needed and {a, b} <= known):  # or", "if True:  # or")],
+    "reference follows": [
+        (
+            "            # rollout: sample completions",
+            "            if step > 1 and step % 10 == 1:\n"
+            "                ref.load_state_dict(policy.state_dict())\n"
+            "            # rollout: sample completions",
+        )
+    ],
     MANY: [],
 }
 PATCHES |= {
@@ -62,6 +76,7 @@ COLUMNS = {  # column: key of metrics.jsonl; means over the steps of a row but f
     "truncated": "rollout/truncated",
     "entropy": "policy/entropy",
     "kl": "policy/approx_kl",
+    "ref_kl": "rollout/ref_kl_sum",
     "clipped_low": "policy/clip_fraction_low",
     "clipped_high": "policy/clip_fraction_high",
     "grad_norm": "optim/grad_norm",
@@ -75,13 +90,34 @@ COLUMNS = {  # column: key of metrics.jsonl; means over the steps of a row but f
     **{f"{name}@{k} of 256": f"observed/{name}@{k}" for name in ("pass", "maj") for k in PASS[1:]},
 }
 SUMS = ("completions", "seconds")
+TITLES = {  # of columns, where these do not speak for themselves
+    "step": "steps",
+    "seconds": "seconds of training",
+    "accuracy": "greedy accuracy",
+    "length": "tokens of a completion",
+    "dots_wrong": "dots of a wrong completion",
+    "truncated": "share cut off",
+    "works": "share that shows its work",
+    "all_right": "groups all right",
+    "all_wrong": "groups all wrong",
+    "entropy": "entropy, nats a token",
+    "clipped": "tokens clipped",
+    "clipped_high": "clipped above",
+    "grad_norm": "gradient norm",
+    "ref_kl": "KL from the start, nats a completion",
+    "score": "score of the reward model",
+    "chosen": "log-ratio of the chosen",
+    "rejected": "log-ratio of the rejected",
+    "maj@64 of 256": "majority of 64",
+    "pass@16 of 256": "pass@16",
+    "pass@256 of 256": "pass@256",
+}
 
 
 @dataclass
 class Test:
     """That the first side should have more of a column than the second, over these steps (or completions)."""
 
-    what: str
     column: str
     more: str
     less: str
@@ -98,25 +134,54 @@ class Claim:
     says: str
     runs: dict
     tests: list
-    panels: tuple = ()  # columns that are drawn against steps
+    panels: tuple = ()  # columns that are drawn
+    against: str = "step"
 
 
 LEARN = "--learning-rate 3e-4 --num-steps 40"
-GRPO, DR_GRPO = f"grpo --kl-coef 0 {LEARN}", f"dr_grpo {LEARN}"
-DAPO = f"dapo {LEARN}"
-DOTS = ("dots_wrong", "dots of a wrong completion")
-REWARD, LENGTH, CUT = ("reward", "reward"), ("length", "tokens of a completion"), ("truncated", "share cut off")
+GRPO, DR_GRPO, DAPO = f"grpo --kl-coef 0 {LEARN}", f"dr_grpo {LEARN}", f"dapo {LEARN}"
+SMALL_GROUPS = f"{DAPO} --group-size 4 --prompts-per-step 32"
+RARE = "--model bases/rare --prompts-per-step 32 --minibatch-size 16 --learning-rate 1e-4 --num-steps 100"
+MANY_FROM = f"--eval-prompts 64 | {MANY}"
+RATES, UPDATES = ("1e-4", "3e-4", "1e-3"), (1, 4, 16)
+FAMILY = {
+    "grpo": "grpo --kl-coef 0",
+    "dr_grpo": "dr_grpo",
+    "dapo": "dapo --max-rounds 1",
+    "gspo": "gspo",
+    "cispo": "cispo",
+}
+GSPO_WIDE = "gspo --clip-eps-low 3e-3 --clip-eps-high 4e-3"  # ten times the paper's range
+
+
+def cell(name, rate, updates):
+    """The run of a cell of the map: a script or script and flags, at a learning rate, with updates per rollout."""
+    return f"{FAMILY.get(name, name)} --learning-rate {rate} --num-steps 40 --minibatch-size {128 // updates}"
+
+
+TUNING = {("reinforce", rate): f"reinforce --learning-rate {rate} --num-steps 40" for rate in RATES}
+TUNING |= {
+    ("ppo_rlhf", rate, other): f"ppo_rlhf --reward-model none --kl-coef 0 --num-steps 40 --learning-rate {rate}"
+    f" --value-learning-rate {other}"
+    for rate in RATES
+    for other in RATES
+}
+SIGNAL = [
+    Test("reward", "dynamic", "one round", 16, 25),
+    Test("reward", "dynamic", "one round", 2560, 5120, by="completions"),
+]
+
 CLAIMS = {
     "dr_grpo_length": Claim(
         "Liu et al. 2025, figures 1 and 5: wrong completions grow under GRPO, and not without 1/length",
         {"GRPO": GRPO, "Dr. GRPO": DR_GRPO, "GRPO with its KL term": f"grpo {LEARN}"},
         [
-            Test("dots of a wrong completion", "dots_wrong", "GRPO", "Dr. GRPO", 31, 40),
-            Test("share cut off", "truncated", "GRPO", "Dr. GRPO", 31, 40),
-            Test("reward", "reward", "Dr. GRPO", "GRPO", 31, 40),
-            Test("dots of a wrong completion", "dots_wrong", "GRPO", "GRPO with its KL term", 31, 40),
+            Test("dots_wrong", "GRPO", "Dr. GRPO", 31, 40),
+            Test("truncated", "GRPO", "Dr. GRPO", 31, 40),
+            Test("reward", "Dr. GRPO", "GRPO", 31, 40),
+            Test("dots_wrong", "GRPO", "GRPO with its KL term", 31, 40),
         ],
-        (DOTS, LENGTH, REWARD),
+        ("dots_wrong", "length", "reward"),
     ),
     "dr_grpo_parts": Claim(
         "Liu et al. 2025, section 3.1: each of GRPO's two divisions is a bias of its own",
@@ -128,40 +193,40 @@ CLAIMS = {
             "GRPO": GRPO,
         },
         [
-            Test("dots of a wrong completion", "dots_wrong", "with 1/length", "Dr. GRPO", 31, 40),
-            Test("dots of a wrong completion", "dots_wrong", "with 1/std", "Dr. GRPO", 31, 40),
-            Test("dots of a wrong completion", "dots_wrong", "with both", "with 1/length", 31, 40),
+            Test("dots_wrong", "with 1/length", "Dr. GRPO", 31, 40),
+            Test("dots_wrong", "with 1/std", "Dr. GRPO", 31, 40),
+            Test("dots_wrong", "with both", "with 1/length", 31, 40),
             # Added when the runs had been seen:
-            Test("dots of a wrong completion", "dots_wrong", "with 1/length", "Dr. GRPO", 11, 20),
-            Test("dots of a wrong completion", "dots_wrong", "with 1/std", "Dr. GRPO", 11, 20),
-            Test("dots of a wrong completion", "dots_wrong", "GRPO", "with both", 31, 40),
-            Test("reward", "reward", "Dr. GRPO", "with 1/length", 31, 40),
-            Test("reward", "reward", "Dr. GRPO", "with 1/std", 31, 40),
+            Test("dots_wrong", "with 1/length", "Dr. GRPO", 11, 20),
+            Test("dots_wrong", "with 1/std", "Dr. GRPO", 11, 20),
+            Test("dots_wrong", "GRPO", "with both", 31, 40),
+            Test("reward", "Dr. GRPO", "with 1/length", 31, 40),
+            Test("reward", "Dr. GRPO", "with 1/std", 31, 40),
         ],
-        (DOTS, LENGTH, REWARD),
-    ),
-    "dapo_sampling": Claim(
-        "Yu et al. 2025, figure 6: dynamic sampling reaches the same reward in fewer steps",
-        {"dynamic": f"{DAPO} --max-rounds 4", "one round": f"{DAPO} --max-rounds 1"},
-        [
-            Test("reward", "reward", "dynamic", "one round", 16, 25),
-            Test("reward", "reward", "dynamic", "one round", 2560, 5120, by="completions"),
-        ],
-        (REWARD, ("all_right", "groups all right"), ("all_wrong", "groups all wrong")),
+        ("dots_wrong", "length", "reward"),
     ),
     "dapo_signal": Claim(
         "Yu et al. 2025, figure 3b: ever more groups are all right and teach nothing",
         {"GRPO": GRPO},
-        [Test("groups all right", "all_right", "GRPO", "GRPO", 31, 40, (1, 10))],
+        [Test("all_right", "GRPO", "GRPO", 31, 40, (1, 10))],
+    ),
+    "dapo_sampling": Claim(
+        "Yu et al. 2025, figure 6: dynamic sampling reaches the same reward in fewer steps",
+        {"dynamic": f"{DAPO} --max-rounds 4", "one round": f"{DAPO} --max-rounds 1"},
+        SIGNAL,
+        ("reward", "all_right", "all_wrong"),
+    ),
+    "dapo_groups_of_4": Claim(
+        "the same with smaller groups, of which more have no signal",
+        {"dynamic": f"{SMALL_GROUPS} --max-rounds 4", "one round": f"{SMALL_GROUPS} --max-rounds 1"},
+        SIGNAL,
+        ("reward", "all_right", "all_wrong"),
     ),
     "dapo_clip": Claim(
         "Yu et al. 2025, figure 2: a higher upper clip keeps entropy from collapsing",
         {"0.28": f"{DAPO} --minibatch-size 8", "0.2": f"{DAPO} --minibatch-size 8 --clip-eps-high 0.2"},
-        [
-            Test("entropy, nats a token", "entropy", "0.28", "0.2", 31, 40),
-            Test("reward", "reward", "0.28", "0.2", 31, 40),
-        ],
-        (("entropy", "entropy, nats a token"), ("clipped_high", "clipped above"), REWARD),
+        [Test("entropy", "0.28", "0.2", 31, 40), Test("reward", "0.28", "0.2", 31, 40)],
+        ("entropy", "clipped_high", "reward"),
     ),
     "dapo_overlong": Claim(
         "Yu et al. 2025, figure 5: a penalty that rises towards the limit makes training stable",
@@ -169,12 +234,54 @@ CLAIMS = {
             "penalty": f"{DAPO} --max-completion-length 88",
             "none": f"{DAPO} --max-completion-length 88 --overlong-buffer 0",
         },
-        [
-            Test("share cut off", "truncated", "none", "penalty", 31, 40),
-            Test("reward", "reward", "penalty", "none", 31, 40),
-        ],
-        (CUT, LENGTH, REWARD),
+        [Test("truncated", "none", "penalty", 31, 40), Test("reward", "penalty", "none", 31, 40)],
+        ("truncated", "length", "reward"),
     ),
+    "rare_habit": Claim(
+        "Chen et al. 2025, section 3.1: clipping keeps rare tokens rare; CISPO, and a higher upper clip, let them grow",
+        {
+            "CISPO": f"cispo {RARE}",
+            "DAPO": f"dapo --max-rounds 1 {RARE}",
+            "DAPO, 0.2": f"dapo --max-rounds 1 --clip-eps-high 0.2 {RARE}",
+            "GRPO": f"grpo --kl-coef 0 {RARE}",
+        },
+        [
+            Test("works", "CISPO", "DAPO", 1, 100),
+            Test("works", "CISPO", "GRPO", 1, 100),
+            Test("works", "DAPO", "DAPO, 0.2", 1, 100),
+            Test("entropy", "DAPO", "DAPO, 0.2", 1, 100),
+            Test("works", "DAPO, 0.2", "GRPO", 1, 100),  # added when two seeds had been seen
+        ],
+        ("works", "reward", "entropy"),
+    ),
+    **{
+        f"cispo_{rate}": Claim(
+            "Chen et al. 2025, figure 2: with many updates of a rollout CISPO learns faster than GRPO and DAPO",
+            {name: cell(name, rate, 16) for name in ("cispo", "dapo", "grpo")},
+            [Test("reward", "cispo", "dapo", 31, 40), Test("reward", "cispo", "grpo", 31, 40)],
+            ("reward", "length", "entropy"),
+        )
+        for rate in RATES[:2]
+    },
+    **{
+        f"gspo_{updates}_{rate}": Claim(
+            "Zheng et al. 2025, figures 1 and 2: GSPO learns faster and clips far more tokens",
+            {
+                "GSPO": cell("gspo", rate, updates),
+                "GRPO": cell("grpo", rate, updates),
+                "GSPO, ten times wider": cell(GSPO_WIDE, rate, updates),
+            },
+            [
+                Test("reward", "GSPO", "GRPO", 31, 40),
+                Test("reward", "GSPO, ten times wider", "GRPO", 31, 40),
+                Test("reward", "GSPO", "GRPO", 6, 10),  # added when the first runs had been seen
+                Test("clipped", "GSPO", "GRPO", 31, 40),
+            ],
+            ("reward", "clipped", "entropy"),
+        )
+        for updates in (4, 16)
+        for rate in RATES
+    },
     "process": Claim(
         "Shao et al. 2024, figure 5: a reward for every step beats one for the answer",
         {
@@ -182,107 +289,121 @@ CLAIMS = {
             "steps": f"grpo_process {LEARN}",
             "any right sum": f"grpo_process {LEARN} | any right sum counts",
         },
+        [Test("reward", "steps", "answer", 31, 40), Test("reward", "any right sum", "answer", 31, 40)],
+        ("reward", "length", "truncated"),
+    ),
+    "process_twice": Claim(
+        "the same, from a model that says some of its steps twice",
+        {
+            "answer": f"grpo --model bases/twice {LEARN}",
+            "steps": f"grpo_process --model bases/twice {LEARN}",
+            "any right sum": f"grpo_process --model bases/twice {LEARN} | any right sum counts",
+        },
         [
-            Test("reward", "reward", "steps", "answer", 31, 40),
-            Test("reward", "reward", "any right sum", "answer", 31, 40),
+            Test("reward", "any right sum", "answer", 31, 40),
+            Test("reward", "steps", "answer", 31, 40),
+            Test("truncated", "any right sum", "answer", 31, 40),
         ],
-        (REWARD, LENGTH, CUT),
+        ("reward", "length", "truncated"),
+    ),
+    "grpo_iterative": Claim(
+        "Shao et al. 2024, figure 6: a reference that follows the policy lets it learn more",
+        {"follows": f"grpo {LEARN} | reference follows", "stays": f"grpo {LEARN}"},
+        [Test("reward", "follows", "stays", 31, 40), Test("dots_wrong", "follows", "stays", 31, 40)],
+        ("reward", "dots_wrong", "length"),
+    ),
+    "grpo_sharpens": Claim(
+        "Shao et al. 2024, figure 7: the majority of answers gets better, the best of many answers does not",
+        {"after": f"grpo {LEARN} {MANY_FROM}", "before": f"grpo --num-steps 0 {MANY_FROM}"},
+        [
+            Test("maj@64 of 256", "after", "before", 40, 40, (0, 0)),
+            Test("pass@16 of 256", "after", "before", 40, 40, (0, 0)),
+            Test("pass@256 of 256", "after", "before", 40, 40, (0, 0)),
+            Test("pass@1", "after", "before", 40, 40, (0, 0)),
+        ],
+    ),
+    "reinforce_baseline": Claim(
+        "Ahmadian et al. 2024, section 2.3: the mean of the others as baseline takes variance out of the gradient",
+        {
+            "leave_one_out": f"reinforce {LEARN}",
+            "group_mean": f"reinforce --baseline group_mean {LEARN}",
+            "none": f"reinforce --baseline none {LEARN}",
+        },
+        [
+            Test("reward", "leave_one_out", "none", 31, 40),
+            Test("reward", "leave_one_out", "group_mean", 31, 40),
+            Test("grad_norm", "none", "leave_one_out", 1, 40),
+        ],
+        ("reward", "length", "grad_norm"),
+    ),
+    "rloo_ppo": Claim(
+        "Ahmadian et al. 2024: REINFORCE with that baseline is better than PPO, and simpler",
+        {"RLOO": TUNING["reinforce", "3e-4"], "PPO": TUNING["ppo_rlhf", "1e-4", "1e-4"]},  # the best of TUNING_SEED
+        [
+            Test("reward", "RLOO", "PPO", 31, 40),
+            Test("reward", "RLOO", "PPO", 6, 15),
+            Test("seconds", "PPO", "RLOO", 40, 40),
+        ],
+        ("reward", "length", "seconds"),
+    ),
+    "ppo_penalty": Claim(
+        "Gao et al. 2022, figure 1: optimised too far, a reward model's score rises while what it stands for falls",
+        {"no penalty": f"ppo_rlhf --kl-coef 1e-9 {ON_EASY_TASK}", "penalty": f"ppo_rlhf {ON_EASY_TASK}"},
+        [
+            Test("accuracy", "no penalty", "no penalty", 10, 15, (36, 40)),
+            Test("score", "no penalty", "no penalty", 36, 40, (10, 15)),
+            Test("accuracy", "penalty", "no penalty", 36, 40),
+            Test("ref_kl", "no penalty", "penalty", 36, 40),
+        ],
+        ("score", "accuracy"),
+        "ref_kl",
+    ),
+    "dpo_displacement": Claim(
+        "Razin et al. 2024: DPO makes the chosen response less likely, too",
+        {"beta 0.1": f"dpo --beta 0.1 {ON_EASY_TASK}", "beta 0.5": f"dpo {ON_EASY_TASK}"},
+        [
+            Test("chosen", "beta 0.1", "beta 0.1", 1, 5, (36, 40)),
+            Test("chosen", "beta 0.5", "beta 0.5", 1, 5, (36, 40)),
+            Test("chosen", "beta 0.5", "beta 0.1", 36, 40),
+            Test("accuracy", "beta 0.5", "beta 0.1", 40, 40),
+        ],
+        ("chosen", "rejected"),
     ),
 }
-PREFERENCES = "--num-steps 40 --eval-every 5"
-GSPO_WIDE = "--clip-eps-low 3e-3 --clip-eps-high 4e-3"
-RATES, UPDATES = ("1e-4", "3e-4", "1e-3"), (1, 4, 16)
-FAMILY = {
-    "grpo": "grpo --kl-coef 0",
-    "dr_grpo": "dr_grpo",
-    "dapo": "dapo --max-rounds 1",
-    "gspo": "gspo",
-    "cispo": "cispo",
-}
-
-
-def cell(name, rate, updates):
-    """The run of a cell of the map: a script or script and flags, at a learning rate, with updates per rollout."""
-    return f"{FAMILY.get(name, name)} --learning-rate {rate} --num-steps 40 --minibatch-size {128 // updates}"
-
-
-for updates in (4, 16):
-    for rate in RATES:
-        cells = {"GSPO": cell("gspo", rate, updates), "GRPO": cell("grpo", rate, updates)}
-        cells["GSPO, ten times wider"] = cell(f"gspo {GSPO_WIDE}", rate, updates)
-        CLAIMS[f"gspo_{updates}_{rate}"] = Claim(
-            "Zheng et al. 2025, figures 1 and 2: GSPO learns faster and clips far more tokens",
-            cells,
-            [
-                Test("reward", "reward", "GSPO", "GRPO", 31, 40),
-                Test("reward", "reward", "GSPO, ten times wider", "GRPO", 31, 40),
-                Test("reward", "reward", "GSPO", "GRPO", 6, 10),  # added when the first runs had been seen
-                Test("tokens clipped", "clipped", "GSPO", "GRPO", 31, 40),
-            ],
-            (REWARD, ("clipped", "tokens clipped"), ("entropy", "entropy, nats a token")),
-        )
-CLAIMS["cispo_speed"] = Claim(
-    "Chen et al. 2025, figure 2: with many updates of a rollout CISPO learns faster than GRPO and DAPO",
-    {name: cell(name, "3e-4", 16) for name in ("cispo", "dapo", "grpo")},
-    [Test("reward", "reward", "cispo", "dapo", 31, 40), Test("reward", "reward", "cispo", "grpo", 31, 40)],
-    (REWARD, LENGTH, ("entropy", "entropy, nats a token")),
-)
-CLAIMS["reinforce_baseline"] = Claim(
-    "Ahmadian et al. 2024, section 3: the mean of the others as baseline makes REINFORCE learn faster",
-    {
-        "leave_one_out": f"reinforce {LEARN}",
-        "group_mean": f"reinforce --baseline group_mean {LEARN}",
-        "none": f"reinforce --baseline none {LEARN}",
-    },
-    [
-        Test("reward", "reward", "leave_one_out", "none", 31, 40),
-        Test("reward", "reward", "leave_one_out", "group_mean", 31, 40),
-        Test("gradient norm", "grad_norm", "none", "leave_one_out", 1, 40),
-    ],
-    (REWARD, LENGTH, ("grad_norm", "gradient norm")),
-)
-BEFORE, AFTER = f"grpo --num-steps 0 --eval-prompts 64 | {MANY}", f"grpo {LEARN} --eval-prompts 64 | {MANY}"
-CLAIMS["grpo_sharpens"] = Claim(
-    "Shao et al. 2024, figure 7: the majority of answers gets better, the best of many answers does not",
-    {"after": AFTER, "before": BEFORE},
-    [
-        Test("majority of 64", "maj@64 of 256", "after", "before", 40, 40, (0, 0)),
-        Test("pass@16", "pass@16 of 256", "after", "before", 40, 40, (0, 0)),
-        Test("pass@256", "pass@256 of 256", "after", "before", 40, 40, (0, 0)),
-        Test("pass@1", "pass@1", "after", "before", 40, 40, (0, 0)),
-    ],
-)
-CLAIMS["ppo_penalty"] = Claim(
-    "Gao et al. 2022, figure 1: optimised too far, a reward model's score rises while what it stands for falls",
-    {"no penalty": f"ppo_rlhf --kl-coef 0 {PREFERENCES}", "penalty": f"ppo_rlhf {PREFERENCES}"},
-    [
-        Test("greedy accuracy", "accuracy", "no penalty", "no penalty", 10, 15, (36, 40)),
-        Test("score", "score", "no penalty", "no penalty", 36, 40, (10, 15)),
-        Test("greedy accuracy", "accuracy", "penalty", "no penalty", 36, 40),
-    ],
-    (("score", "score of the reward model"), ("accuracy", "greedy accuracy")),
-)
-CLAIMS["dpo_displacement"] = Claim(
-    "Razin et al. 2024: DPO makes the chosen response less likely, too",
-    {"beta 0.1": f"dpo --beta 0.1 {PREFERENCES}", "beta 0.5": f"dpo {PREFERENCES}"},
-    [
-        Test("log-ratio of the chosen", "chosen", "beta 0.1", "beta 0.1", 1, 5, (36, 40)),
-        Test("log-ratio of the chosen", "chosen", "beta 0.5", "beta 0.5", 1, 5, (36, 40)),
-        Test("log-ratio of the chosen", "chosen", "beta 0.5", "beta 0.1", 36, 40),
-    ],
-    (("chosen", "log-ratio of the chosen"), ("rejected", "log-ratio of the rejected")),
-)
 MAP = {(name, rate, updates): cell(name, rate, updates) for name in FAMILY for rate in RATES for updates in UPDATES}
 ONLINE = ("grpo", "reinforce", "dr_grpo", "dapo", "gspo", "cispo", "grpo_process")
-DONE_OTHERWISE = {  # {(script, detail): run}: those of benchmark/details.py, on this task
+SEEN_ON_EASY_TASK = {
+    "one optimizer step per rollout",
+    "ratio per token, same clip range",
+    "a gradient through the ratio",
+    "the steps before",
+    "every completion normalised by itself",
+}
+DONE_OTHERWISE = {  # {(script, detail): run}: those of benchmark/details.py that data/addition does not show
     (script, name): f"{script} {flags} {LEARN}".replace("  ", " ") + f" | {script}: {name}" * bool(edits)
     for script in ONLINE
     for name, (flags, edits) in DETAILS[script].items()
+    if name not in SEEN_ON_EASY_TASK and "bfloat16" not in name
 }
-SETS = {"map": MAP, "details": DONE_OTHERWISE}
+SETS = {"map": MAP, "details": DONE_OTHERWISE, "tuning": TUNING}
 
 
 # ---- a run
+
+
+def make_base(name):
+    """Make one of BASES in runs/, unless it is there: models/long after a little more of sft.py."""
+    made, (habits, flags) = ROOT / "runs" / name, BASES[name]
+    if not made.exists():
+        with tempfile.TemporaryDirectory() as folder:
+            subprocess.run([sys.executable, ROOT / "data/long/make.py", folder, *habits.split()], check=True)
+            flags = (
+                f"--model {ROOT}/models/long --dataset {folder}/sft.jsonl --max-completion-length 128 {flags}".split()
+            )
+            program = [sys.executable, ROOT / "sft.py", *flags, "--eval-prompts", "0", "--run-dir", f"{folder}/run"]
+            subprocess.run(program, check=True, capture_output=True)
+            made.parent.mkdir(parents=True, exist_ok=True)
+            shutil.move(f"{folder}/run/checkpoint", made)
 
 
 def observe(script, many, flags):
@@ -290,7 +411,7 @@ def observe(script, many, flags):
     import torch
     import tyro
 
-    sys.path.insert(0, os.getcwd())
+    sys.path[:0] = [os.getcwd(), str(ROOT)]
     module = importlib.import_module(script)
     plain, load, ids = getattr(module, "step_metrics", None), module.load_tokenizer, {}
 
@@ -313,17 +434,26 @@ def observe(script, many, flags):
         metrics |= {f"observed/{name}": value.float().mean().item() for name, value in found.items()}
         return metrics | {"observed/clipped": sum(clipped)}
 
-    if script not in ON_PREFERENCES:
+    if script not in ("ppo_rlhf", "dpo"):  # which have no groups
         module.load_tokenizer, module.step_metrics = load_tokenizer, step_metrics
     torch.set_num_threads(1)
     module.main(tyro.cli(module.Args, args=flags))
+    if script == "dpo":  # which does not sample
+        at_the_end("run/metrics.jsonl", {"eval/accuracy": greedy("run/checkpoint")["greedy accuracy"]})
     if many:
         model = "run/checkpoint" if Path("run/checkpoint").exists() else "models/long"
-        sample_many(module, model, int(flags[flags.index("--seed") + 1]), "run/metrics.jsonl")
+        at_the_end("run/metrics.jsonl", sample_many(module, model, int(flags[flags.index("--seed") + 1])))
 
 
-def sample_many(module, model, seed, log):
-    """Add pass@k, and the accuracy of the majority of k answers, of 256 completions a prompt to the log."""
+def at_the_end(log, metrics):
+    """Add metrics to a log, of its last step."""
+    last = json.loads(Path(log).read_text().splitlines()[-1])["step"]
+    with Path(log).open("a") as file:
+        file.write(json.dumps({"step": last, **metrics}) + "\n")
+
+
+def sample_many(module, model, seed):
+    """Return pass@k, and the accuracy of the majority of k answers, of 256 completions a prompt."""
     import torch
 
     module.init_ranks()
@@ -342,9 +472,7 @@ def sample_many(module, model, seed, log):
             votes = [Counter(own[j : j + k]).most_common(1)[0][0] for j in range(0, len(own), k)]
             found[f"observed/pass@{k}"] += (1 - all_wrong) / len(prompts)
             found[f"observed/maj@{k}"] += votes.count(gold) / len(votes) / len(prompts)
-    last = json.loads(Path(log).read_text().splitlines()[-1])["step"]
-    with Path(log).open("a") as file:
-        file.write(json.dumps({"step": last, **found}) + "\n")
+    return found
 
 
 def measure(run, seed):
@@ -352,12 +480,12 @@ def measure(run, seed):
     command, _, patch = run.partition(" | ")
     script, *flags = command.split()
     with tempfile.TemporaryDirectory() as folder:
-        for name in ("models", "data"):
-            Path(folder, name).symlink_to(ROOT / name)
+        for name in ("models", "data", "runs/bases"):
+            Path(folder, Path(name).name).symlink_to(ROOT / name)
         source = (ROOT / f"{script}.py").read_text(encoding="utf-8")
         Path(folder, f"{script}.py").write_text(edit(source, PATCHES[patch] if patch else []), encoding="utf-8")
         program = [sys.executable, __file__, "observe", script, patch]
-        program += [*FLAGS.split() * (script not in ON_PREFERENCES), *flags, "--seed", str(seed), "--run-dir", "run"]
+        program += [*FLAGS.split() * (ON_EASY_TASK not in run), *flags, "--seed", str(seed), "--run-dir", "run"]
         environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
         done = subprocess.run(program, cwd=folder, env=environment, capture_output=True, text=True)
         if done.returncode:
@@ -429,7 +557,7 @@ def table(claim, found, seeds=SEEDS):
     for test in claim.tests:
         more, less = sides_of(claim, test, found, seeds)
         unit = {"step": "steps", "completions": "completions"}[test.by]
-        names = f"{test.what}: {test.more}, {unit} {test.first} to {test.last} | {test.less}"
+        names = f"{TITLES.get(test.column, test.column)}: {test.more}, {unit} {test.first} to {test.last} | {test.less}"
         names += f", {unit} {test.less_from[0]} to {test.less_from[1]}" if test.less_from else ""
         if None in more + less or len(seeds) not in STUDENT:
             lines.append(f"| {names} | | | not run |")
@@ -456,6 +584,16 @@ def heat(found):
     return "\n".join(lines) + "\n"
 
 
+def tuned(found):
+    """Return the markdown table of the search for learning rates: reward of steps 31 to 40 on the tuning seed."""
+    lines = ["| script | learning rate | of the value model | reward |", "|---|---|---|---|"]
+    for (script, rate, *other), run in TUNING.items():
+        reward = value_of(found.get((run, TUNING_SEED), []), "reward", 31, 40)
+        cells = f"`{script}.py`", rate, *(other or "-"), "-" if reward is None else f"{reward:.3f}"
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def otherwise(found, seeds=(1, 2, 3)):
     """Return the page of what happens when a detail is done otherwise: means over seeds, and the change of reward."""
     columns = {"accuracy": 1, "pass@1": 1, "length": 31, "dots_wrong": 31, "truncated": 31, "entropy": 31}
@@ -467,7 +605,7 @@ def otherwise(found, seeds=(1, 2, 3)):
     page += "gradient norm of all; the difference is that of reward, with its 95 % interval.\n"
     for script in ONLINE:
         rows = []
-        for detail in DETAILS[script]:
+        for detail in (detail for name, detail in DONE_OTHERWISE if name == script):
             own, plain = ([found.get((DONE_OTHERWISE[script, d], n), []) for n in seeds] for d in (detail, AS_IT_IS))
             rewards, base = ([value_of(rows, "reward", 31, 40) for rows in runs] for runs in (own, plain))
             if None not in rewards + base:
@@ -489,41 +627,65 @@ def otherwise(found, seeds=(1, 2, 3)):
 
 def fill(page, found):
     """Return the page with the table of every claim that it has, between <!-- NAME --> and <!-- end -->."""
-    for name in [*CLAIMS, "map"]:
+    tables = {"map": heat, "tuning": tuned}
+    for name in [*CLAIMS, *tables]:
         before, mark, rest = page.partition(f"<!-- {name} -->\n")
         if mark:
-            text = heat(found) if name == "map" else table(CLAIMS[name], found)
+            text = tables[name](found) if name in tables else table(CLAIMS[name], found)
             page = before + mark + "\n" + text + "\n<!-- end -->" + rest.partition("<!-- end -->")[2]
     return page
 
 
 def draw(name, found):
-    """Write the picture of a claim: its panels against steps, lines are means over seeds, bands their range."""
+    """Write the picture of a claim: its panels, mostly against steps; lines are means over seeds, bands their range."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     claim = CLAIMS[name]
+    x = claim.against
     figure, axes = plt.subplots(1, len(claim.panels), figsize=(4.2 * len(claim.panels), 3.2), layout="constrained")
-    for axis, (column, title) in zip(axes, claim.panels):
+    for axis, column in zip(axes, claim.panels):
         for side, run in claim.runs.items():
             runs = [found[run, seed] for seed in SEEDS if (run, seed) in found]
             by_step = {}
-            for row in (row for rows in runs for row in rows if row[column] is not None):
-                by_step.setdefault(row["step"], []).append(row[column])
+            for row in (row for rows in runs for row in rows if None not in (row[column], row[x])):
+                by_step.setdefault(row["step"], []).append((row[x], row[column]))
             if by_step:
-                [line] = axis.plot([*by_step], [statistics.mean(values) for values in by_step.values()], label=side)
-                low, high = ([extreme(values) for values in by_step.values()] for extreme in (min, max))
-                axis.fill_between([*by_step], low, high, color=line.get_color(), alpha=0.15)
-        axis.set(title=title, xlabel="steps")
+                along = [statistics.mean(at for at, _ in pairs) for pairs in by_step.values()]
+                values = [[value for _, value in pairs] for pairs in by_step.values()]
+                [line] = axis.plot(along, [*map(statistics.mean, values)], label=side)
+                low, high = ([*map(extreme, values)] for extreme in (min, max))
+                axis.fill_between(along, low, high, color=line.get_color(), alpha=0.15)
+        axis.set(title=TITLES.get(column, column), xlabel=TITLES[x])
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize=8)
     figure.savefig(ROOT / "docs" / "pictures" / f"claim_{name}.png", dpi=80)
     plt.close(figure)
 
 
-def draw_map(found):
+def draw_many(name, found):
+    """Write the picture of pass@k and of the majority of k answers, before and after; means over seeds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(8.4, 3.2), layout="constrained", sharey=True)
+    for axis, (kind, title) in zip(axes, (("pass", "one of k answers is right"), ("maj", "majority of k answers"))):
+        columns = ["pass@1", *(f"{kind}@{k} of 256" for k in PASS[1:])]
+        for side, run in CLAIMS[name].runs.items():
+            rows = [found[run, seed][-1] for seed in SEEDS if (run, seed) in found]
+            axis.plot(PASS, [statistics.mean(row[column] for row in rows) for column in columns], "o-", label=side)
+        axis.set(title=title, xlabel="k", xscale="log", xticks=PASS, xticklabels=PASS, ylim=(0, 1.03))
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize=8)
+    figure.savefig(ROOT / "docs" / "pictures" / f"claim_{name}.png", dpi=80)
+    plt.close(figure)
+
+
+def draw_map(name, found):
     """Write the picture of the map: a panel per script, learning rates against updates of a rollout."""
     import matplotlib
 
@@ -531,18 +693,18 @@ def draw_map(found):
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, len(FAMILY), figsize=(13, 3), layout="constrained", sharey=True)
-    for axis, name in zip(axes, FAMILY):
+    for axis, script in zip(axes, FAMILY):
         for x, rate in enumerate(RATES):
             for y, updates in enumerate(UPDATES):
-                if (value := ends(found, name, rate, updates)) is not None:
+                if (value := ends(found, script, rate, updates)) is not None:
                     image = axis.imshow([[value]], extent=(x, x + 1, y, y + 1), vmin=0, vmax=1, cmap="viridis")
                     axis.text(x + 0.5, y + 0.5, f"{value:.2f}", ha="center", va="center", color="wk"[value > 0.5])
-        axis.set(title=f"{name}.py", xlim=(0, len(RATES)), ylim=(0, len(UPDATES)), xlabel="learning rate", aspect=0.8)
+        axis.set(title=f"{script}.py", xlim=(0, len(RATES)), ylim=(0, len(UPDATES)), xlabel="learning rate", aspect=0.8)
         axis.set_xticks([x + 0.5 for x in range(len(RATES))], RATES)
         axis.set_yticks([y + 0.5 for y in range(len(UPDATES))], map(str, UPDATES))
     axes[0].set_ylabel("updates of a rollout")
     figure.colorbar(image, ax=axes, label="greedy accuracy")
-    figure.savefig(ROOT / "docs" / "pictures" / "claim_map.png", dpi=80)
+    figure.savefig(ROOT / "docs" / "pictures" / f"claim_{name}.png", dpi=80)
     plt.close(figure)
 
 
@@ -560,6 +722,9 @@ def main():
     runs = [run for name in chosen for run in (SETS.get(name) or CLAIMS[name].runs).values()]
     wanted = [(run, seed) for seed in args.seeds for run in dict.fromkeys(runs) if (run, seed) not in found]
     wanted = [] if args.page else wanted
+    for name in BASES:
+        if any(f"--model {name} " in run for run, _ in wanted):
+            make_base(name)
     with ThreadPoolExecutor(args.jobs) as pool:
         for done in as_completed([pool.submit(measure, *key) for key in wanted]):
             with args.results.open("a", newline="", encoding="utf-8") as file:
@@ -570,14 +735,14 @@ def main():
                 print(f"{rows[-1]['run']}, seed {rows[-1]['seed']}: {shown}", flush=True)
     found = read(args.results)
     for name in chosen * (not args.page):
-        text = {"map": heat, "details": otherwise}[name](found) if name in SETS else None
+        text = {"map": heat, "details": otherwise, "tuning": tuned}[name](found) if name in SETS else None
         print(f"\n{name}\n\n{text or table(CLAIMS[name], found, args.seeds)}")
     if args.page:
         (RESULTS.parent / "details_long.md").write_text(otherwise(found), encoding="utf-8")
         page = fill(PAGE.read_text(encoding="utf-8"), found)
         PAGE.write_text(page, encoding="utf-8")
         for name in re.findall(r"pictures/claim_(\w.*?)\.png", page):
-            draw_map(found) if name == "map" else draw(name, found)
+            {"map": draw_map, "grpo_sharpens": draw_many}.get(name, draw)(name, found)
 
 
 if __name__ == "__main__":

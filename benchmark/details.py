@@ -28,6 +28,13 @@ SUM_OF_TOKENS = "loss = torch.where(mask, token_loss, 0.0).sum()"
 MEANS_OF_COMPLETIONS = "loss = (torch.where(mask, token_loss, 0.0).sum(1) / mask.sum(1).clamp(min=1)).sum()"
 PER_COMPLETION = "divisors.append(args.minibatch_size)  # a mean over completions"
 PER_TOKEN = 'divisors.append(max(1, all_reduce(batch["completion_mask"][rows].sum())))'
+MEANS_OF_MICROBATCHES = [
+    (
+        "for part in microbatches(batch, rows, args.microbatch_tokens):",
+        "parts = [*microbatches(batch, rows, args.microbatch_tokens)]\n    for part in parts:",
+    ),
+    ("(loss / divisor).backward()", '(loss / part["completion_mask"].sum() / len(parts)).backward()'),
+]
 OLD_LOGPROBS = "lookup_logprobs(policy, batch, later_rows, args.microbatch_tokens, args.temperature)"
 OLD_OF_SAMPLER = [
     (OLD_LOGPROBS, 'batch["sampler_logprobs"]'),
@@ -70,6 +77,8 @@ DETAILS = {
                 ('part.get("sampler_logprobs"),', "None,"),  # the sampler's weight would mend it
             ],
         ),
+        "as it is, 16 updates": ("--minibatch-size 8", []),
+        "no clip, 16 updates": ("--minibatch-size 8 --clip-eps 1000", []),
         "std with ddof 0": ("", [("keepdim=True, correction=min(1, group_size - 1)", "keepdim=True, correction=0")]),
     },
     "reinforce": {
@@ -129,6 +138,7 @@ DETAILS = {
                 (f"{PER_TOKEN}  # a mean over tokens", PER_COMPLETION),
             ],
         ),
+        "mean of the microbatches' means": ("", MEANS_OF_MICROBATCHES),
         "--overlong-buffer 0": ("--overlong-buffer 0", []),
         "rewards 0 and 1": ("", [('2 * batch["rewards"] - 1 + penalty', 'batch["rewards"] + penalty')]),
     },
