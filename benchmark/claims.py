@@ -254,6 +254,22 @@ CLAIMS = {
         ],
         ("works", "reward", "entropy"),
     ),
+    "rare_habit_parts": Claim(
+        "Yu et al. 2025, section 3.3: a mean over each completion takes weight from the tokens of long ones",
+        {
+            "GRPO": f"grpo --kl-coef 0 {RARE}",
+            "GRPO, one mean over tokens": f"grpo --kl-coef 0 {RARE} | grpo: one mean over all tokens",
+            "DAPO, 0.2": f"dapo --max-rounds 1 --clip-eps-high 0.2 {RARE}",
+            "DAPO, 0.2, mean per completion": f"dapo --max-rounds 1 --clip-eps-high 0.2 {RARE}"
+            " | dapo: mean per completion",
+        },
+        [
+            Test("works", "GRPO, one mean over tokens", "GRPO", 1, 100),
+            Test("works", "DAPO, 0.2", "DAPO, 0.2, mean per completion", 1, 100),
+            Test("works", "DAPO, 0.2", "GRPO, one mean over tokens", 1, 100),
+        ],
+        ("works", "reward", "length"),
+    ),
     **{
         f"cispo_{rate}": Claim(
             "Chen et al. 2025, figure 2: with many updates of a rollout CISPO learns faster than GRPO and DAPO",
