@@ -27,6 +27,7 @@ import tempfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from details import AS_IT_IS, DETAILS, edit, greedy
@@ -217,7 +218,7 @@ CLAIMS = {
         ("reward", "all_right", "all_wrong"),
     ),
     "dapo_groups_of_4": Claim(
-        "the same with smaller groups, of which more have no signal",
+        "Yu et al. 2025, figure 6, in smaller groups, of which more have no signal",
         {"dynamic": f"{SMALL_GROUPS} --max-rounds 4", "one round": f"{SMALL_GROUPS} --max-rounds 1"},
         SIGNAL,
         ("reward", "all_right", "all_wrong"),
@@ -309,7 +310,7 @@ CLAIMS = {
         ("reward", "length", "truncated"),
     ),
     "process_twice": Claim(
-        "the same, from a model that says some of its steps twice",
+        "Shao et al. 2024, figure 5, from a model that says some of its steps twice",
         {
             "answer": f"grpo --model bases/twice {LEARN}",
             "steps": f"grpo_process --model bases/twice {LEARN}",
@@ -641,9 +642,22 @@ def otherwise(found, seeds=(1, 2, 3)):
 # ---- the page
 
 
+def summary(page, found):
+    """Return the markdown table of all claims of the page: what is said, and the verdict of the first test."""
+    lines = ["| claim | verdict |", "|---|---|"]
+    for name, claim in CLAIMS.items():
+        before, mark, _ = page.partition(f"<!-- {name} -->\n")
+        if mark:
+            anchor = re.sub(r"[^\w -]", "", before.rpartition("\n## ")[2].partition("\n")[0].lower()).replace(" ", "-")
+            lines.append(
+                f"| [`{name}`](#{anchor}): {claim.says} | {verdict(*sides_of(claim, claim.tests[0], found, SEEDS))} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
 def fill(page, found):
     """Return the page with the table of every claim that it has, between <!-- NAME --> and <!-- end -->."""
-    tables = {"map": heat, "tuning": tuned}
+    tables = {"summary": partial(summary, page), "map": heat, "tuning": tuned}
     for name in [*CLAIMS, *tables]:
         before, mark, rest = page.partition(f"<!-- {name} -->\n")
         if mark:
