@@ -310,7 +310,7 @@ CLAIMS = {
         ("reward", "length", "truncated"),
     ),
     "process_twice": Claim(
-        "Shao et al. 2024, figure 5, from a model that says some of its steps twice",
+        "Shao et al. 2024, figure 5, where any right sum is paid, from a model that says some of its steps twice",
         {
             "answer": f"grpo --model bases/twice {LEARN}",
             "steps": f"grpo_process --model bases/twice {LEARN}",
@@ -750,7 +750,7 @@ def main():
         args.results.write_text(",".join(["run", "seed", "step", *COLUMNS]) + "\n", encoding="utf-8")
     found, chosen = read(args.results), args.claims or [*CLAIMS, *SETS]
     runs = [run for name in chosen for run in (SETS.get(name) or CLAIMS[name].runs).values()]
-    wanted = [(run, seed) for seed in args.seeds for run in dict.fromkeys(runs) if (run, seed) not in found]
+    wanted = [(run, seed) for run in dict.fromkeys(runs) for seed in args.seeds if (run, seed) not in found]
     wanted = [] if args.page else wanted
     for name in BASES:
         if any(f"--model {name} " in run for run, _ in wanted):
