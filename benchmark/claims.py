@@ -1,7 +1,7 @@
 """The papers' headline claims on the harder embedded task, seen or not.
 
     python benchmark/claims.py [CLAIM ...] [--results FILE] [--jobs 2]           (default: all claims)
-    python benchmark/claims.py --page                          (runs nothing: the tables and pictures of docs/claims.md)
+    python benchmark/claims.py --page                          (runs nothing: tables and pictures of docs/*.md)
 
 CLAIMS is the table: what a paper says, the runs that are compared, and the tests. A run is a process of its own with
 one thread, of a script with flags and perhaps one of PATCHES; claims that name it share it. Finished runs are in
@@ -33,7 +33,7 @@ from pathlib import Path
 from details import AS_IT_IS, DETAILS, edit, greedy
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS, PAGE = ROOT / "benchmark" / "results" / "claims.csv", ROOT / "docs" / "claims.md"
+RESULTS = ROOT / "benchmark" / "results" / "claims.csv"
 SEEDS, BIN = (1, 2, 3, 4, 5), 5  # steps in a row of the csv
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # t of 95 %, by the number of seeds
 TUNING_SEED = 6  # not one of those that decide
@@ -402,6 +402,9 @@ DONE_OTHERWISE = {  # {(script, detail): run}: those of benchmark/details.py tha
     for name, (flags, edits) in DETAILS[script].items()
     if name not in SEEN_ON_EASY_TASK and "bfloat16" not in name
 }
+DETAIL_SEEDS = (1, 2, 3)
+PAGES = [ROOT / "docs" / f"{name}.md" for name in ("claims", *ONLINE)]
+MEASURED = ("reward", "accuracy", "length", "dots_wrong", "truncated", "entropy", "grad_norm")
 SETS = {"map": MAP, "details": DONE_OTHERWISE, "tuning": TUNING}
 
 
@@ -611,32 +614,25 @@ def tuned(found):
     return "\n".join(lines) + "\n"
 
 
-def otherwise(found, seeds=(1, 2, 3)):
-    """Return the page of what happens when a detail is done otherwise: means over seeds, and the change of reward."""
-    columns = {"accuracy": 1, "pass@1": 1, "length": 31, "dots_wrong": 31, "truncated": 31, "entropy": 31}
-    columns["grad_norm"] = 1  # from which step on
-    page = (
-        "`python benchmark/claims.py details --seeds 1 2 3`: those of benchmark/details.py on data/long, means over\n"
-    )
-    page += "seeds. Reward, length, dots of a wrong completion, share cut off and entropy are of steps 31 to 40, the\n"
-    page += "gradient norm of all; the difference is that of reward, with its 95 % interval.\n"
-    for script in ONLINE:
-        rows = []
-        for detail in (detail for name, detail in DONE_OTHERWISE if name == script):
-            own, plain = ([found.get((DONE_OTHERWISE[script, d], n), []) for n in seeds] for d in (detail, AS_IT_IS))
-            rewards, base = ([value_of(rows, "reward", 31, 40) for rows in runs] for runs in (own, plain))
-            if None not in rewards + base:
-                mean, half = interval(rewards, base)
-                gap = "" if detail == AS_IT_IS else f"{mean:+.3f} ± {half:.3f}"
-                values = [
-                    statistics.mean(value_of(runs, name, first, 40) for runs in own) for name, first in columns.items()
-                ]
-                cells = [f"{statistics.mean(rewards):.3f}", gap, *(f"{value:.3g}" for value in values)]
-                rows.append(f"| {detail} | {' | '.join(cells)} |")
-        if rows:
-            page += f"\n## {script}.py {LEARN}\n\n| | reward | difference | {' | '.join(columns)} |\n"
-            page += f"|{'---|' * (len(columns) + 3)}\n" + "\n".join(rows) + "\n"
-    return page
+def otherwise(found, script):
+    """Return the markdown table of what happens when a detail of a script is done otherwise: means of steps 31 to 40.
+
+    Bold: the 95 % interval of the difference to the last row before that is as it is does not have 0.
+    """
+    plain = []
+    lines = ["| | " + " | ".join(TITLES.get(column, column) for column in MEASURED) + " |", "|---" * 8 + "|"]
+    for (name, detail), run in DONE_OTHERWISE.items():
+        if name == script:
+            runs = [found.get((run, seed), []) for seed in DETAIL_SEEDS]
+            plain = runs if detail.startswith(AS_IT_IS) else plain
+            cells = [detail]
+            for column in MEASURED:
+                own, base = ([value_of(rows, column, 31, 40) for rows in side] for side in (runs, plain))
+                known = None not in own + base
+                bold = "**" * (known and verdict(own, base) != "not seen")
+                cells.append(f"{bold}{statistics.mean(own):.3g}{bold}" if known else "-")
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
 # ---- the page
@@ -658,6 +654,7 @@ def summary(page, found):
 def fill(page, found):
     """Return the page with the table of every claim that it has, between <!-- NAME --> and <!-- end -->."""
     tables = {"summary": partial(summary, page), "map": heat, "tuning": tuned}
+    tables |= {f"{script} on longer sums": partial(otherwise, script=script) for script in ONLINE}
     for name in [*CLAIMS, *tables]:
         before, mark, rest = page.partition(f"<!-- {name} -->\n")
         if mark:
@@ -744,7 +741,7 @@ def main():
     parser.add_argument("--results", type=Path, default=RESULTS, help="csv of finished runs, which are not made again")
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--page", action="store_true", help="run nothing, write docs/claims.md and its pictures")
+    parser.add_argument("--page", action="store_true", help="run nothing, write tables and pictures of the pages")
     args = parser.parse_args()
     if not args.results.exists():
         args.results.write_text(",".join(["run", "seed", "step", *COLUMNS]) + "\n", encoding="utf-8")
@@ -765,13 +762,17 @@ def main():
                 print(f"{rows[-1]['run']}, seed {rows[-1]['seed']}: {shown}", flush=True)
     found = read(args.results)
     for name in chosen * (not args.page):
-        text = {"map": heat, "details": otherwise, "tuning": tuned}[name](found) if name in SETS else None
-        print(f"\n{name}\n\n{text or table(CLAIMS[name], found, args.seeds)}")
+        if name == "details":
+            text = "\n".join(f"{script}\n\n{otherwise(found, script)}" for script in ONLINE)
+        else:
+            text = (
+                {"map": heat, "tuning": tuned}[name](found) if name in SETS else table(CLAIMS[name], found, args.seeds)
+            )
+        print(f"\n{name}\n\n{text}")
     if args.page:
-        (RESULTS.parent / "details_long.md").write_text(otherwise(found), encoding="utf-8")
-        page = fill(PAGE.read_text(encoding="utf-8"), found)
-        PAGE.write_text(page, encoding="utf-8")
-        for name in re.findall(r"pictures/claim_(\w.*?)\.png", page):
+        for path in PAGES:
+            path.write_text(fill(path.read_text(encoding="utf-8"), found), encoding="utf-8")
+        for name in re.findall(r"pictures/claim_(\w.*?)\.png", PAGES[0].read_text(encoding="utf-8")):
             {"map": draw_map, "grpo_sharpens": draw_many}.get(name, draw)(name, found)
 
 

@@ -64,6 +64,7 @@ DETAILS = {
         ),
         "no KL term": ("--kl-coef 0", []),
         "KL term with the wrong sign": ("", [("loss = loss + kl_coef * kl", "loss = loss - kl_coef * kl")]),
+        "std with ddof 0": ("", [("keepdim=True, correction=min(1, group_size - 1)", "keepdim=True, correction=0")]),
         "as it is, --temperature 0.7": ("--temperature 0.7", []),
         "--temperature 0.7, log-probabilities at 1": (
             "--temperature 0.7",
@@ -79,7 +80,6 @@ DETAILS = {
         ),
         "as it is, 16 updates": ("--minibatch-size 8", []),
         "no clip, 16 updates": ("--minibatch-size 8 --clip-eps 1000", []),
-        "std with ddof 0": ("", [("keepdim=True, correction=min(1, group_size - 1)", "keepdim=True, correction=0")]),
     },
     "reinforce": {
         AS_IT_IS: ("", []),
