@@ -203,8 +203,10 @@ CLAIMS = {
             Test("dots_wrong", "GRPO", "with both", 31, 40),
             Test("reward", "Dr. GRPO", "with 1/length", 31, 40),
             Test("reward", "Dr. GRPO", "with 1/std", 31, 40),
+            Test("works", "Dr. GRPO", "with 1/length", 6, 20),
+            Test("works", "Dr. GRPO", "with 1/std", 6, 20),
         ],
-        ("dots_wrong", "length", "reward"),
+        ("dots_wrong", "works", "reward"),
     ),
     "dapo_signal": Claim(
         "Yu et al. 2025, figure 3b: ever more groups are all right and teach nothing",
