@@ -211,7 +211,11 @@ CLAIMS = {
     "dapo_signal": Claim(
         "Yu et al. 2025, figure 3b: ever more groups are all right and teach nothing",
         {"GRPO": GRPO},
-        [Test("all_right", "GRPO", "GRPO", 31, 40, (1, 10))],
+        [
+            Test("all_right", "GRPO", "GRPO", 31, 40, (1, 10)),
+            Test("all_wrong", "GRPO", "GRPO", 1, 10, (31, 40)),  # added when the runs had been seen
+        ],
+        ("all_right", "all_wrong"),
     ),
     "dapo_sampling": Claim(
         "Yu et al. 2025, figure 6: dynamic sampling reaches the same reward in fewer steps",
