@@ -244,6 +244,19 @@ CLAIMS = {
         [Test("truncated", "none", "penalty", 31, 40), Test("reward", "penalty", "none", 31, 40)],
         ("truncated", "length", "reward"),
     ),
+    "dapo_overlong_twice": Claim(
+        "Yu et al. 2025, figure 5, from a model that says some of its steps twice, and could do without",
+        {
+            "penalty": f"dapo --model bases/twice --max-completion-length 88 {LEARN}",
+            "none": f"dapo --model bases/twice --max-completion-length 88 --overlong-buffer 0 {LEARN}",
+        },
+        [
+            Test("truncated", "none", "penalty", 31, 40),
+            Test("reward", "penalty", "none", 31, 40),
+            Test("length", "none", "penalty", 31, 40),
+        ],
+        ("truncated", "length", "reward"),
+    ),
     "rare_habit": Claim(
         "Chen et al. 2025, section 3.1: clipping keeps rare tokens rare; CISPO, and a higher upper clip, let them grow",
         {
