@@ -30,7 +30,6 @@ NAMES = {"TOKENWISE": "grpo dr_grpo dapo"}
 NAMES["CLIPPED"] = NAMES["TOKENWISE"] + " gspo"
 NAMES["OLD"] = NAMES["CLIPPED"] + " cispo"  # those with log-probabilities of an older policy
 NAMES["ONLINE"] = NAMES["OLD"] + " reinforce"
-NAMES["WEIGHTED"] = NAMES["ONLINE"] + " ppo_rlhf"
 NAMES["SAMPLED"] = NAMES["ONLINE"] + " ppo_rlhf"
 NAMES["LOGPROBS"] = NAMES["ONLINE"] + " dpo ppo_rlhf sft"
 NAMES["ALL"] = NAMES["LOGPROBS"] + " reward_model"
@@ -89,11 +88,11 @@ MUTANTS = r"""
 + logits.log_softmax(-1)
 ! test_gradients.py::test_accumulated_gradient_is_that_of_the_mean_loss / ONLINE
 ! test_ppo.py::test_accumulated_gradient_is_that_of_both_losses
-# the gradient is at temperature 1, samples are not @ WEIGHTED
+# the gradient is at temperature 1, samples are not @ SAMPLED
 -     totals = Counter()
 +     totals, args = Counter(), Args(**vars(args) | {"temperature": 1.0})
       for part in
-# the sampler's log-probabilities do not reach the loss @ WEIGHTED
+# the sampler's log-probabilities do not reach the loss @ SAMPLED
 - part.get("sampler_logprobs"),
 + part.get("no such"),
 ! test_steps.py::test_old_logprobs_are_those_of_the_policy_that_sampled / grpo
@@ -435,10 +434,10 @@ MUTANTS = r"""
 - share = picked[rank::world_size]
 + share = picked
 ! test_randomness.py::test_ranks_and_steps_draw_different_random_numbers / each
-# every rank draws the same random numbers @ WEIGHTED
+# every rank draws the same random numbers @ SAMPLED
 - torch.manual_seed(((args.seed * 1_000_003 + step) * 1_000_003 + rank) % 2**63)
 + torch.manual_seed(((args.seed * 1_000_003 + step) * 1_000_003) % 2**63)
-# every step draws the same random numbers @ WEIGHTED
+# every step draws the same random numbers @ SAMPLED
 - torch.manual_seed(((args.seed * 1_000_003 + step) * 1_000_003 + rank) % 2**63)
 + torch.manual_seed(((args.seed * 1_000_003) * 1_000_003 + rank) % 2**63)
 ! test_precision.py::test_the_sampler_has_what_was_trained_rounded_in_its_blocks_and_leaves_nothing_gathered
@@ -721,23 +720,23 @@ MUTANTS = r"""
 +     if progress.stuck == -1:
 ! OF_ONE_TOKEN / each
 ! test_sampler_weights.py::test_weight_of_the_whole_completion_gives_the_gradient_of_the_objective / each
-# the weight is the sampler's probability over the policy's @ WEIGHTED
+# the weight is the sampler's probability over the policy's @ SAMPLED
 - log_weight = torch.where(mask,
 + log_weight = -torch.where(mask,
 # a gradient flows through REINFORCE's weight @ reinforce
 - logprobs.detach() - sampler_logprobs
 + logprobs - sampler_logprobs
 ! test_sampler_weights.py::test_weights_are_capped_and_old_calls_have_none / each
-# the weight is not capped @ WEIGHTED
+# the weight is not capped @ SAMPLED
 - .clamp(max=sampler_weight_cap)
 + .clamp(max=1e9)
-# the weight is at least 1, too @ WEIGHTED
+# the weight is at least 1, too @ SAMPLED
 - .clamp(max=sampler_weight_cap)
 + .clamp(1.0, sampler_weight_cap)
-# policy/sampler_kl is of the other direction @ WEIGHTED
+# policy/sampler_kl is of the other direction @ SAMPLED
 - (log_weight.expm1() - log_weight).sum()
 + (torch.expm1(-log_weight) + log_weight).sum()
-# policy/sampler_kl is the mean weight less 1 @ WEIGHTED
+# policy/sampler_kl is the mean weight less 1 @ SAMPLED
 - (log_weight.expm1() - log_weight).sum()
 + log_weight.expm1().sum()
 # CISPO caps the product of its ratio and the sampler's weight @ cispo

@@ -7,13 +7,12 @@ import torch
 import torch.distributed as dist
 from tiny import COMPLETIONS, CONFIGS, PAD_ID, PROMPTS, build_model, make_batch, scaled
 from transformers import AutoModelForSequenceClassification
-from two_ranks import take
+from two_ranks import SHARES, gradient_of_parameters, sum_over_ranks, take
 
 import dpo
 import ppo_rlhf
 import reward_model
 
-SHARES = ([0, 1, 2, 3, 4], [5, 6, 7])  # pairs, and rows of the batch, on each rank
 BUDGET = 36
 # Ids 0 and 1, which may be padding and stop token, stand in the middle of completions too.
 PAIRS = [
@@ -58,16 +57,6 @@ def make_ppo_batch(policy):
     mask = batch["completion_mask"]
     batch["advantages"] = noise[0] * mask
     return batch | {"old_values": (values + 0.3 * noise[1]) * mask, "returns": (values + noise[2]) * mask}
-
-
-def gradient_of_parameters(policy):
-    gradients = [parameter.grad for parameter in policy.parameters()]
-    gradients = [grad.full_tensor() if hasattr(grad, "full_tensor") else grad for grad in gradients]
-    return torch.cat([grad.flatten() for grad in gradients])
-
-
-def sum_over_ranks(metrics):
-    return dict(zip(metrics, dpo.all_reduce([float(value) for value in metrics.values()])))
 
 
 def evaluate_each(evaluate, policy, pairs, args):

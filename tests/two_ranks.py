@@ -8,7 +8,7 @@ from tiny import SCRIPTS, build_model, call_accumulate_gradients, make_args, mak
 
 import grpo
 
-SHARES = ([0, 1, 2, 3, 4], [5, 6, 7])  # rows of the batch on each rank
+SHARES = ([0, 1, 2, 3, 4], [5, 6, 7])  # rows of the batch, or pairs, on each rank
 # name: (dtype, rows with a gradient, precision, rank of adapters)
 CASES = {
     "different lengths": (torch.float64, [0, 1, 2, 3, 4, 5, 6, 7], "float32", 0),
@@ -32,6 +32,16 @@ def take(batch, rows):
     return part
 
 
+def gradient_of_parameters(policy):
+    gradients = [parameter.grad for parameter in policy.parameters() if parameter.requires_grad]
+    gradients = [grad.full_tensor() if hasattr(grad, "full_tensor") else grad for grad in gradients]
+    return torch.cat([grad.flatten() for grad in gradients])
+
+
+def sum_over_ranks(metrics):
+    return dict(zip(metrics, grpo.all_reduce([float(value) for value in metrics.values()])))
+
+
 def run(script, dtype, live_rows, precision, lora_rank):
     rank, world_size, device = script.init_ranks()
     model = build_model("llama", dtype=dtype)
@@ -46,13 +56,11 @@ def run(script, dtype, live_rows, precision, lora_rank):
     policy = script.shard(script.LogprobModel(model), device, precision)
     logprobs = grpo.lookup_logprobs(policy, batch, rows, ARGS.microbatch_tokens, ARGS.temperature)
     args = make_args(script, microbatch_tokens=ARGS.microbatch_tokens)
-    metrics = call_accumulate_gradients(script, policy, batch, rows, args)
-    metrics = dict(zip(metrics, script.all_reduce([float(value) for value in metrics.values()])))
-    gradients = [parameter.grad for parameter in policy.parameters() if parameter.requires_grad]
-    gradients = [grad.full_tensor() if hasattr(grad, "full_tensor") else grad for grad in gradients]
+    metrics = sum_over_ranks(call_accumulate_gradients(script, policy, batch, rows, args))
+    results = {"gradient": gradient_of_parameters(policy), "metrics": metrics, "logprobs": logprobs}
     if world_size == 1:
         dist.destroy_process_group()
-    return {"gradient": torch.cat([grad.flatten() for grad in gradients]), "metrics": metrics, "logprobs": logprobs}
+    return results
 
 
 if __name__ == "__main__":
