@@ -609,7 +609,7 @@ def table(claim, found, seeds=SEEDS):
 
 
 def ends(found, name, rate, updates):
-    """Greedy accuracy after training in a cell of the map, the mean over those of three seeds that were run, or None."""
+    """Greedy accuracy after training in a cell of the map, the mean over those of its seeds that were run, or None."""
     values = [rows[-1]["accuracy"] for seed in THREE_SEEDS if (rows := found.get((MAP[name, rate, updates], seed)))]
     return statistics.mean(values) if values else None
 
