@@ -27,7 +27,6 @@ import tempfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from details import AS_IT_IS, DETAILS, edit, greedy
@@ -426,6 +425,7 @@ THREE_SEEDS = (1, 2, 3)  # of the map and the details
 PAGES = [ROOT / "docs" / f"{name}.md" for name in ("claims", *ONLINE)]
 MEASURED = ("reward", "accuracy", "length", "dots_wrong", "truncated", "entropy", "grad_norm")
 SETS = {"map": MAP, "details": DONE_OTHERWISE, "tuning": TUNING}
+SEEDS_OF_SETS = {"map": THREE_SEEDS, "details": THREE_SEEDS, "tuning": (TUNING_SEED,)}
 
 
 # ---- a run
@@ -671,28 +671,44 @@ def summary(page, found):
     return "\n".join(lines) + "\n"
 
 
+def tables(found, seeds=SEEDS):
+    """Return the markdown tables by name: of claims, sets, and the details of each script."""
+    details = {script: otherwise(found, script) for script in ONLINE}
+    shown = {name: table(claim, found, seeds) for name, claim in CLAIMS.items()}
+    shown |= {f"{script} on longer sums": text for script, text in details.items()}
+    details = "\n".join(f"{script}\n\n{text}" for script, text in details.items())
+    return shown | {"map": heat(found), "tuning": tuned(found), "details": details}
+
+
 def fill(page, found):
-    """Return the page with the table of every claim that it has, between <!-- NAME --> and <!-- end -->."""
-    tables = {"summary": partial(summary, page), "map": heat, "tuning": tuned}
-    tables |= {f"{script} on longer sums": partial(otherwise, script=script) for script in ONLINE}
-    for name in [*CLAIMS, *tables]:
+    """Return the page with every table that it names, between <!-- NAME --> and <!-- end -->."""
+    for name, text in {**tables(found), "summary": summary(page, found)}.items():
         before, mark, rest = page.partition(f"<!-- {name} -->\n")
         if mark:
-            text = tables[name](found) if name in tables else table(CLAIMS[name], found)
             page = before + mark + "\n" + text + "\n<!-- end -->" + rest.partition("<!-- end -->")[2]
     return page
 
 
-def draw(name, found):
-    """Write the picture of a claim: its panels, mostly against steps; lines are means over seeds, bands their range."""
+def panels(count, width=4.2, **options):
+    """Return a figure and its axes, side by side."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    return plt.subplots(1, count, figsize=(count * width, 3.2), layout="constrained", **options)
+
+
+def save(figure, name):
+    figure.savefig(ROOT / "docs" / "pictures" / f"claim_{name}.png", dpi=80)
+    figure.clear()
+
+
+def draw(name, found):
+    """Write the picture of a claim: its panels, mostly against steps; lines are means over seeds, bands their range."""
     claim = CLAIMS[name]
     x = claim.against
-    figure, axes = plt.subplots(1, len(claim.panels), figsize=(4.2 * len(claim.panels), 3.2), layout="constrained")
+    figure, axes = panels(len(claim.panels))
     for axis, column in zip(axes, claim.panels):
         for side, run in claim.runs.items():
             runs = [found[run, seed] for seed in SEEDS if (run, seed) in found]
@@ -708,18 +724,12 @@ def draw(name, found):
         axis.set(title=TITLES.get(column, column), xlabel=TITLES[x])
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize=8)
-    figure.savefig(ROOT / "docs" / "pictures" / f"claim_{name}.png", dpi=80)
-    plt.close(figure)
+    save(figure, name)
 
 
 def draw_many(name, found):
     """Write the picture of pass@k and of the majority of k answers, before and after; means over seeds."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(8.4, 3.2), layout="constrained", sharey=True)
+    figure, axes = panels(2, sharey=True)
     for axis, (kind, title) in zip(axes, (("pass", "one of k answers is right"), ("maj", "majority of k answers"))):
         columns = ["pass@1", *(f"{kind}@{k} of 256" for k in PASS[1:])]
         for side, run in CLAIMS[name].runs.items():
@@ -728,18 +738,12 @@ def draw_many(name, found):
         axis.set(title=title, xlabel="k", xscale="log", xticks=PASS, xticklabels=PASS, ylim=(0, 1.03))
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize=8)
-    figure.savefig(ROOT / "docs" / "pictures" / f"claim_{name}.png", dpi=80)
-    plt.close(figure)
+    save(figure, name)
 
 
 def draw_map(name, found):
     """Write the picture of the map: a panel per script, learning rates against updates of a rollout."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, len(FAMILY), figsize=(13, 3), layout="constrained", sharey=True)
+    figure, axes = panels(len(FAMILY), 2.6, sharey=True)
     for axis, script in zip(axes, FAMILY):
         for x, rate in enumerate(RATES):
             for y, updates in enumerate(UPDATES):
@@ -751,24 +755,29 @@ def draw_map(name, found):
         axis.set_yticks([y + 0.5 for y in range(len(UPDATES))], map(str, UPDATES))
     axes[0].set_ylabel("updates of a rollout")
     figure.colorbar(image, ax=axes, label="greedy accuracy")
-    figure.savefig(ROOT / "docs" / "pictures" / f"claim_{name}.png", dpi=80)
-    plt.close(figure)
+    save(figure, name)
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("claims", nargs="*", metavar="CLAIM", help=f"of {' '.join([*CLAIMS, *SETS])}")
     parser.add_argument("--results", type=Path, default=RESULTS, help="csv of finished runs, which are not made again")
-    parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
+    parser.add_argument("--seeds", nargs="+", type=int, help="default: those of the page")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--page", action="store_true", help="run nothing, write tables and pictures of the pages")
     args = parser.parse_args()
+    if unknown := {*args.claims} - {*CLAIMS, *SETS}:
+        parser.error(f"no claim: {' '.join(unknown)}; --help names all")
     if not args.results.exists():
         args.results.write_text(",".join(["run", "seed", "step", *COLUMNS]) + "\n", encoding="utf-8")
     found, chosen = read(args.results), args.claims or [*CLAIMS, *SETS]
-    runs = [run for name in chosen for run in (SETS.get(name) or CLAIMS[name].runs).values()]
-    wanted = [(run, seed) for run in dict.fromkeys(runs) for seed in args.seeds if (run, seed) not in found]
-    wanted = [] if args.page else wanted
+    wanted = {
+        (run, seed): None  # in order, and once
+        for name in chosen
+        for run in (SETS.get(name) or CLAIMS[name].runs).values()
+        for seed in args.seeds or SEEDS_OF_SETS.get(name, SEEDS)
+    }
+    wanted = [] if args.page else [key for key in wanted if key not in found]
     for name in BASES:
         if any(f"--model {name} " in run for run, _ in wanted):
             make_base(name)
@@ -781,14 +790,9 @@ def main():
                 shown = {name: rows[-1][name] for name in ("seconds", "reward", "accuracy", "length", "dots_wrong")}
                 print(f"{rows[-1]['run']}, seed {rows[-1]['seed']}: {shown}", flush=True)
     found = read(args.results)
+    shown = tables(found, args.seeds or SEEDS)
     for name in chosen * (not args.page):
-        if name == "details":
-            text = "\n".join(f"{script}\n\n{otherwise(found, script)}" for script in ONLINE)
-        else:
-            text = (
-                {"map": heat, "tuning": tuned}[name](found) if name in SETS else table(CLAIMS[name], found, args.seeds)
-            )
-        print(f"\n{name}\n\n{text}")
+        print(f"\n{name}\n\n{shown[name]}")
     if args.page:
         for path in PAGES:
             path.write_text(fill(path.read_text(encoding="utf-8"), found), encoding="utf-8")
