@@ -254,6 +254,9 @@ CLAIMS = {
             Test("truncated", "none", "penalty", 31, 40),
             Test("reward", "penalty", "none", 31, 40),
             Test("length", "none", "penalty", 31, 40),
+            # Added when the runs had been seen:
+            Test("truncated", "none", "penalty", 11, 25),
+            Test("reward", "penalty", "none", 11, 25),
         ],
         ("truncated", "length", "reward"),
     ),
@@ -691,17 +694,14 @@ def fill(page, found):
 
 def panels(count, width=4.2, **options):
     """Return a figure and its axes, side by side."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt.subplots(1, count, figsize=(count * width, 3.2), layout="constrained", **options)
+    figure = Figure(figsize=(count * width, 3.2), layout="constrained")
+    return figure, figure.subplots(1, count, **options)
 
 
 def save(figure, name):
     figure.savefig(ROOT / "docs" / "pictures" / f"claim_{name}.png", dpi=80)
-    figure.clear()
 
 
 def draw(name, found):
