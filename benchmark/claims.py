@@ -787,7 +787,8 @@ def main():
                 rows = done.result()
                 csv.DictWriter(file, ["run", "seed", "step", *COLUMNS], lineterminator="\n").writerows(rows)
             if rows:
-                shown = {name: rows[-1][name] for name in ("seconds", "reward", "accuracy", "length", "dots_wrong")}
+                shown = "seconds", "reward", "accuracy", "length", "dots_wrong"
+                shown = {name: rows[-1][name] for name in shown if rows[-1][name]}
                 print(f"{rows[-1]['run']}, seed {rows[-1]['seed']}: {shown}", flush=True)
     found = read(args.results)
     shown = tables(found, args.seeds or SEEDS)
