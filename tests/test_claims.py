@@ -53,8 +53,13 @@ def test_the_page_has_the_numbers_of_the_csv_and_few_words():
     for name, claim in claims.CLAIMS.items():
         assert f"<!-- {name} -->" in PAGE and whole.issuperset(claim.runs.values()), name
     for section in PAGE.split("\n## ")[1:]:
+        tables = re.findall(r"<!-- \w.*?<!-- end -->", section, re.DOTALL)
         prose = re.sub(r"<!-- \w.*?<!-- end -->|!\[.*?\]\(.*?\)|^    .*$", "", section, flags=re.DOTALL | re.MULTILINE)
         assert len(prose.split()) <= 120, section.splitlines()[0]
+        known = [abs(float(number)) for number in re.findall(r"(?<![\w.])-?\d*\.?\d+(?![\w.-])", " ".join(tables))]
+        for said in re.findall(r"(?<![Ss]ection )(?<![\w.])\d*\.\d+(?![\w-])", prose):
+            rounding = 0.5001 / 10 ** len(said.partition(".")[2])
+            assert any(abs(number - float(said)) < rounding for number in known), (section.splitlines()[0], said)
 
 
 def test_the_model_names_the_limit_of_its_task_and_so_do_its_checkpoints(tmp_path):
