@@ -376,7 +376,7 @@ CLAIMS = {
         ("reward", "length", "grad_norm"),
     ),
     "rloo_ppo": Claim(
-        "Ahmadian et al. 2024: REINFORCE with that baseline is better than PPO, and simpler",
+        "Ahmadian et al. 2024, abstract: REINFORCE with that baseline is better than PPO, and simpler",
         {"RLOO": TUNING["reinforce", "3e-4"], "PPO": TUNING["ppo_rlhf", "1e-4", "1e-4"]},  # the best of TUNING_SEED
         [
             Test("reward", "RLOO", "PPO", 31, 40),
@@ -398,7 +398,7 @@ CLAIMS = {
         "ref_kl",
     ),
     "dpo_displacement": Claim(
-        "Razin et al. 2024: DPO makes the chosen response less likely, too",
+        "Razin et al. 2024, figure 1: DPO makes the chosen response less likely, too",
         {"beta 0.1": f"dpo --beta 0.1 {ON_EASY_TASK}", "beta 0.5": f"dpo {ON_EASY_TASK}"},
         [
             Test("chosen", "beta 0.1", "beta 0.1", 1, 5, (36, 40)),
