@@ -594,14 +594,17 @@ def verdict(more, less):
     return "seen" if mean - half > 0 else "opposite" if mean + half < 0 else "not seen"
 
 
+def stretch(by, first, last):
+    return f"step {first}" if first == last else f"{by.removesuffix('s')}s {first} to {last}"
+
+
 def table(claim, found, seeds=SEEDS):
     """Return the markdown table of a claim: a row per test with both sides, the difference and the verdict."""
     lines = ["| should be more | than | means | difference, 95 % | verdict |", "|---|---|---|---|---|"]
     for test in claim.tests:
         more, less = sides_of(claim, test, found, seeds)
-        unit = {"step": "steps", "completions": "completions"}[test.by]
-        names = f"{TITLES.get(test.column, test.column)}: {test.more}, {unit} {test.first} to {test.last} | {test.less}"
-        names += f", {unit} {test.less_from[0]} to {test.less_from[1]}" if test.less_from else ""
+        names = f"{TITLES.get(test.column, test.column)}: {test.more}, {stretch(test.by, test.first, test.last)}"
+        names += f" | {test.less}" + (f", {stretch(test.by, *test.less_from)}" if test.less_from else "")
         if None in more + less or len(seeds) not in STUDENT:
             lines.append(f"| {names} | | | not run |")
         else:
@@ -676,11 +679,10 @@ def summary(page, found):
 
 def tables(found, seeds=SEEDS):
     """Return the markdown tables by name: of claims, sets, and the details of each script."""
-    details = {script: otherwise(found, script) for script in ONLINE}
-    shown = {name: table(claim, found, seeds) for name, claim in CLAIMS.items()}
-    shown |= {f"{script} on longer sums": text for script, text in details.items()}
-    details = "\n".join(f"{script}\n\n{text}" for script, text in details.items())
-    return shown | {"map": heat(found), "tuning": tuned(found), "details": details}
+    details = {f"{script} on longer sums": otherwise(found, script) for script in ONLINE}
+    sets = {"map": heat(found), "tuning": tuned(found)}
+    sets["details"] = "\n".join(f"{title}\n\n{text}" for title, text in details.items())
+    return {name: table(claim, found, seeds) for name, claim in CLAIMS.items()} | details | sets
 
 
 def fill(page, found):
@@ -787,13 +789,13 @@ def main():
                 rows = done.result()
                 csv.DictWriter(file, ["run", "seed", "step", *COLUMNS], lineterminator="\n").writerows(rows)
             if rows:
-                shown = "seconds", "reward", "accuracy", "length", "dots_wrong"
-                shown = {name: rows[-1][name] for name in shown if rows[-1][name]}
+                names = "seconds", "reward", "accuracy", "length", "dots_wrong"
+                shown = {name: rows[-1][name] for name in names if rows[-1][name]}
                 print(f"{rows[-1]['run']}, seed {rows[-1]['seed']}: {shown}", flush=True)
     found = read(args.results)
-    shown = tables(found, args.seeds or SEEDS)
+    texts = tables(found, args.seeds or SEEDS)
     for name in chosen * (not args.page):
-        print(f"\n{name}\n\n{shown[name]}")
+        print(f"\n{name}\n\n{texts[name]}")
     if args.page:
         for path in PAGES:
             path.write_text(fill(path.read_text(encoding="utf-8"), found), encoding="utf-8")

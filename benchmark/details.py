@@ -86,7 +86,7 @@ DETAILS = {
         "--baseline none": ("--baseline none", []),
         "--baseline none, rewards -1 and 1": (
             "--baseline none",
-            [("return float(is_right(completion, answer))", "return 2.0 * is_right(completion, answer) - 1")],
+            [("        return rewards\n", "        return 2 * rewards - 1\n")],  # reward/mean stays that of the others
         ),
         "--baseline group_mean": ("--baseline group_mean", []),
         "mean over a completion's tokens": (

@@ -38,6 +38,7 @@ def test_the_csv_has_every_step_of_every_run_and_no_other_runs():
         assert run in RUNS and (seed in claims.SEEDS or seed == claims.TUNING_SEED and run in claims.TUNING.values())
         last = int(re.search(r"--num-steps (\d+)", run)[1])
         assert [row["step"] for row in rows] == ([*range(claims.BIN, last + 1, claims.BIN)] or [0]), run
+        assert all(0 <= (row["reward"] or 0) <= 1 for row in rows), f"{run}: rewards on another scale than the others'"
 
 
 def test_the_rates_of_rloo_and_ppo_are_the_best_of_the_tuning_seed():
