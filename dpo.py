@@ -39,6 +39,7 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 import zlib
 from collections import Counter
 from dataclasses import asdict, dataclass, field, fields
@@ -55,6 +56,7 @@ import wandb
 from datasets import load_dataset
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
@@ -112,7 +114,7 @@ class Args:
     run_dir: str | None = None
     """new folder of this run (default: runs/SCRIPT__SEED__TIME)"""
     resume: str | None = None
-    """folder of a run to go on with; speed, memory and schedule may be given anew"""
+    """folder of a run to go on with, one you trust; speed, memory and schedule may be given anew"""
     seed: int = 1
     """of the order of pairs"""
     track: bool = False
@@ -260,18 +262,19 @@ MAY_BE_0 = "seed num_steps rollout_batch_size warmup_steps weight_decay lora_ran
 MAY_BE_0 += "kl_coef overlong_buffer missing_stop_penalty ptx_coef gamma gae_lambda label_smoothing".split()
 MAY_CHANGE = "resume num_steps learning_rate value_learning_rate eval_every save_every track".split()
 MAY_CHANGE += "microbatch_tokens rollout_batch_size gradient_checkpointing".split()  # on --resume
+CLEANUP = contextlib.ExitStack()  # what a run has set up
 
 
 def init_ranks():
-    """Join the ranks of torchrun, or be a group of one; return rank, world size and device."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until catch_signals Ctrl-C just ends it
-    device = torch.device("cpu")
+    """Join a launcher's ranks, or be a group of one; return rank, world size and device."""
+    device, backend = torch.device("cpu"), "gloo"
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        device, backend = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        alone = {} if dist.is_torchelastic_launched() else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        dist.init_process_group(timeout=timedelta(hours=2), **alone)
+        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(backend, timeout=timedelta(hours=2), **alone)
+        CLEANUP.push(lambda error, *_: error is None and dist.destroy_process_group())
     return dist.get_rank(), dist.get_world_size(), device
 
 
@@ -289,25 +292,30 @@ def resolve_args(args):
     embedded = own.is_file() and tiny.is_file() and own.read_bytes() == tiny.read_bytes()  # or made of it
     defaults = {f.name: f.metadata["embedded" if embedded else "real"] for f in fields(args) if f.metadata}
     with contextlib.suppress(Exception):  # see models/long; load_model reports
-        defaults |= json.loads(own.with_name("config.json").read_text())["task_defaults"]
+        named = json.loads(own.with_name("config.json").read_text())["task_defaults"]
+        defaults |= (taken := {name: named[name] for name in {*defaults} & {*named} - {*given}})
+        if taken and dist.get_rank() == 0:
+            print(f"{own.parent}/config.json: task_defaults {taken}")
     now = all_reduce(time.time(), dist.ReduceOp.MAX)  # on all ranks the same
     run_dir = f"runs/{Path(__file__).stem}__{args.seed}__{datetime.fromtimestamp(now):%Y%m%d-%H%M%S-%f}"
     return Args(**{"model": MODEL, "dataset": DATASET, "run_dir": run_dir} | defaults | given)
 
 
 @contextlib.contextmanager
-def one_line(intro):
-    """Whatever fails inside ends the run with one line."""
+def one_line(intro, of_user=False):
+    """What fails inside ends the run with one line, of_user with its place in the code."""
     try:
         yield
     except (Exception, dcp.api.CheckpointException) as error:
         reason = " ".join(f"{type(error).__name__}: {error.__cause__ or error}".split())
+        places = [place for place in traceback.extract_tb(error.__traceback__) if "/lib/python" not in place[0]]
+        intro += f" {places[-1][0]}, line {places[-1][1]}" * of_user
         raise SystemExit(re.sub("(.{150}).+(.{150})", r"\1 ... \2", f"{intro}: {reason}")) from None
 
 
 def all_reduce(values, op=dist.ReduceOp.SUM):
-    """Return a number, or a list of them, reduced over ranks in float64."""
-    values = torch.as_tensor(values, dtype=torch.float64)
+    """A number, or a list of them, reduced over ranks in float64."""
+    values = torch.as_tensor(values, dtype=torch.float64, device="cpu")
     if dist.is_initialized():
         dist.all_reduce(values, op)
     return values.tolist()
@@ -319,7 +327,8 @@ def check_args(args, world_size):
     for name, value in vars(args).items():
         flag, zero = f"--{name.replace('_', '-')} {value}", name in MAY_BE_0
         most = 1 if name.endswith("learning_rate") else math.inf
-        if type(value) in (int, float) and not (0 < value < most or (value == 0 and zero)):
+        kind = value is not None and re.search("int|float", str(Args.__annotations__[name]))
+        if kind and not (type(value).__name__ in ("int", kind[0]) and (1e-30 < value < most or value == 0 and zero)):
             raise SystemExit(f"{flag}: must be {'>=' if zero else '>'} 0 and < {most}")
         if name in ("prompts_per_step", "minibatch_size") and value % world_size:
             raise SystemExit(f"{flag} does not divide over {world_size} ranks")
@@ -330,7 +339,7 @@ def check_args(args, world_size):
 
 
 def load_tokenizer(name, flag="--model"):
-    """Return the tokenizer of a model."""
+    """The tokenizer of a model."""
     transformers.logging.set_verbosity_error()  # what matters is said in one line
     transformers.logging.disable_progress_bar()
     with one_line(f"{flag} {name}: no model (in a run: checkpoint/) or tokenizer here or on the hub"):
@@ -352,13 +361,12 @@ def load_pairs(dataset, tokenizer, system_prompt, max_prompt_length, max_complet
         if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
             return "ends in the assistant's turn"
         prompt_ids = encode_prompt(tokenizer, prompt, system_prompt)
-        chosen_ids, rejected_ids = (encode_completion(tokenizer, prompt, text, stop_id) for text in texts)
-        if chosen_ids == rejected_ids:
+        completions = [encode_completion(tokenizer, prompt, text, stop_id) for text in texts]
+        if completions[0] == completions[1]:
             return "identical"
-        longest = max(len(chosen_ids), len(rejected_ids))
-        if not 0 < len(prompt_ids) <= max_prompt_length or longest > max_completion_length:
+        if not 0 < len(prompt_ids) <= max_prompt_length or max_completion_length < max(map(len, completions)):
             return f"not 1 to {max_prompt_length} + {max_completion_length} tokens"
-        return {"prompt_ids": prompt_ids, "chosen_ids": chosen_ids, "rejected_ids": rejected_ids}
+        return {"prompt_ids": prompt_ids, "chosen_ids": completions[0], "rejected_ids": completions[1]}
 
     return load_rows(dataset, num_held_out, read)
 
@@ -394,7 +402,7 @@ def split_pair(row, has_template):
 
 
 def encode_prompt(tokenizer, prompt, system_prompt):
-    """Return the token ids of a prompt, a text or a list of messages, up to the completion."""
+    """Token ids of a prompt, a text or a list of messages, up to the completion."""
     messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     if not all(isinstance(message.get(key), str) for message in messages for key in ("role", "content")):
         raise ValueError(f"a prompt must be a text or messages of role and content, not {prompt!r:.80}")
@@ -421,13 +429,14 @@ def encode_completion(tokenizer, prompt, text, stop_id):
 
 
 def load_rows(dataset, num_held_out, read, flag="--dataset"):
-    """Return training and held-out rows as read makes them, and a line about each split."""
-    kind = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}.get(Path(dataset).suffix)
+    """Training and held-out rows as read makes them, and a line about each split."""
+    kind = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}.get(Path(dataset).suffix.lower())
     with one_line(f"{flag} {dataset}: no json, jsonl, csv, parquet, folder or hub data, or empty or damaged"):
-        splits = load_dataset(kind, data_files=str(dataset)) if kind else load_dataset(*str(dataset).split(":"))
+        name = [str(dataset)] if Path(dataset).exists() else str(dataset).split(":")
+        splits = load_dataset(kind, data_files=str(dataset).replace("[", "[[]")) if kind else load_dataset(*name)
         train, test = list(splits["train"]), splits.get("test") or splits.get("validation")
     source = list(test or train)
-    generator = torch.Generator().manual_seed(0)  # a sample that depends on nothing but the data
+    generator = torch.Generator().manual_seed(0)  # of data alone
     held_out = sorted(torch.randperm(len(source), generator=generator)[:num_held_out].tolist())
     rest = range(len(train)) if test else sorted({*range(len(train))} - {*held_out})
     loaded, report = [], []
@@ -439,7 +448,8 @@ def load_rows(dataset, num_held_out, read, flag="--dataset"):
         kept = [item for item in items if not isinstance(item, str)]
         dropped = Counter(item for item in items if isinstance(item, str))
         text = json.dumps(kept, default=lambda value: type(value).__name__)
-        report.append(f"{len(kept)} {split} rows ({zlib.crc32(text.encode()):08x}), dropped: {dict(dropped)}")
+        names = kept[0].get("columns", "") if kept else ""
+        report.append(f"{len(kept)} {split} rows {names}({zlib.crc32(text.encode()):08x}), dropped: {dict(dropped)}")
         if not kept and (split == "training" or num_held_out):
             raise SystemExit(f"{flag} {dataset}: too few rows for --eval-prompts {num_held_out}: {report[-1]}")
         loaded.append(kept)
@@ -447,7 +457,7 @@ def load_rows(dataset, num_held_out, read, flag="--dataset"):
 
 
 def find_turn_end(tokenizer):
-    """Return the id that ends an assistant's turn in the chat template, else the end of text."""
+    """The id that ends a turn in the chat template, else the end of text."""
     if tokenizer.chat_template is None:
         return tokenizer.eos_token_id
     chat = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": "Answer"}]
@@ -459,19 +469,19 @@ def find_turn_end(tokenizer):
 def load_model(name, tokenizer, lora_rank=0):
     """Load a language model; return it and its stop tokens, which checkpoints will name."""
     with one_line(f"--model {name}: cannot be loaded"):
-        # In bfloat16, as most are stored, a learning rate of 1e-6 moves one weight in fifty.
         model, info = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
-        if info["missing_keys"]:
-            raise ValueError(f"it lacks {min(info['missing_keys'])}: is it whole?")
+        heads = {key for key in info["unexpected_keys"] if key.count(".") == 1}  # a reward model's
+        if wrong := sorted(info["missing_keys"] | heads):
+            raise ValueError(f"it lacks {wrong[0]}, or a place for it: is it whole, a language model?")
         if not (stop_ids := find_stop_ids(model, tokenizer)):
             raise ValueError("its tokenizer names no eos_token: nothing ends a completion")
-    # Not its own, which save_pretrained may refuse: a temperature without do_sample, say.
+    # Its own may be refused when saved: a temperature without do_sample, say.
     model.generation_config = transformers.GenerationConfig(eos_token_id=stop_ids)
     return add_adapters(model, lora_rank) if lora_rank else model, stop_ids
 
 
 def find_stop_ids(model, tokenizer):
-    """Return every id that ends a completion."""
+    """Every id that ends a completion."""
     sources = model.generation_config, model.config.get_text_config(), tokenizer
     named = [find_turn_end(tokenizer), *(source.eos_token_id for source in sources)]
     return sorted({*sum((ids if isinstance(ids, list) else [ids] for ids in named), [])} - {None})
@@ -520,13 +530,13 @@ def token_logprobs(model, prompt_ids, prompt_mask, completion_ids, completion_ma
     completion_mask = completion_mask.bool()
     ids = torch.cat([prompt_ids, completion_ids], 1)  # (B, P + T)
     mask = torch.cat([prompt_mask.bool(), completion_mask], 1)
-    # Padding goes to the right: a causal model then needs neither mask nor position ids.
+    # With padding on the right a causal model needs neither mask nor position ids.
     order = (~mask).long().argsort(dim=1, stable=True)[:, : mask.sum(1).max()]
     hidden = model.base_model(input_ids=ids.gather(1, order), use_cache=False).last_hidden_state  # (B, W, D)
+    rows, columns = completion_mask.nonzero(as_tuple=True)  # (N,), once: a device waits
     # A token is predicted from the position before it.
-    positions = (mask.cumsum(1) - 2)[:, prompt_ids.shape[1] :][completion_mask]  # (N,)
-    hidden = hidden[completion_mask.nonzero()[:, 0], positions]  # (N, D)
-    found = head_logprobs(model, hidden, completion_ids[completion_mask], temperature)  # two of (N,)
+    hidden = hidden[rows, (mask.cumsum(1) - 2)[rows, prompt_ids.shape[1] + columns]]  # (N, D)
+    found = head_logprobs(model, hidden, completion_ids[rows, columns], temperature)  # two of (N,)
     blank = found[0].new_zeros(completion_mask.shape)
     return [blank.masked_scatter(completion_mask, values) for values in found]
 
@@ -547,7 +557,7 @@ def head_logprobs(model, hidden, targets, temperature):
             entropies = -(logprobs.exp() * logprobs).sum(-1)
         return logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), entropies
 
-    # Never N x V logits at once: they come in chunks, computed anew in the backward pass.
+    # Never N x V logits at once: chunks, computed anew in the backward pass.
     size = max(1, 2 ** (26 if hidden.is_cuda else 24) // head.weight.shape[0])
     chunks = zip(hidden.split(size), targets.split(size))
     parts = [checkpoint(chunk_logprobs, *chunk, use_reentrant=False) for chunk in chunks]
@@ -555,28 +565,32 @@ def head_logprobs(model, hidden, targets, temperature):
 
 
 def shard(policy, device, precision="float32", gradient_checkpointing=False):
-    """Shard parameters, gradients and optimizer state over the ranks (FSDP2), block by block.
-
-    In bfloat16 the blocks compute in it; trained weights, gradients and all else are float32.
-    """
+    """Shard over the ranks (FSDP2), block by block; blocks may compute in bfloat16, all else is float32."""
     blocks = [block for model in policy.children() for block in find_blocks(model)]
     frozen = {weight for weight in policy.parameters() if not weight.requires_grad}
     alone, dtypes = dist.get_world_size() == 1, MixedPrecisionPolicy()
+    if not blocks and (precision == "bfloat16" or not alone):
+        raise SystemExit("this model names no blocks: --precision float32, one process")
     if precision == "bfloat16":
         torch.set_float32_matmul_precision("high")  # TF32 on CUDA, for the LM head
         dtypes = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+        torch.manual_seed(0)  # the same noise on every rank
         for block in blocks:
             block.forward = partial(in_bfloat16, block.forward)
-            for weight in frozen.intersection(block.parameters()):  # rounded once and for all
-                weight.data = weight.data.bfloat16()
+            for weight in block.parameters():
+                weight.data = rounded = weight.data.bfloat16()  # for good, if frozen
+                if weight.requires_grad:  # noise that rounds away: small steps reach it
+                    noise = torch.randint(-32767, 32768, weight.shape, dtype=torch.int32) * (rounded != 0)
+                    weight.data = (rounded.float().view(torch.int32) + noise).view(torch.float32)
     for block in blocks if gradient_checkpointing else ():
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if precision == "bfloat16" or not alone:
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         ignored = frozen if alone else None  # which FSDP would hold twice
         for block in blocks:
-            fully_shard(block, mp_policy=dtypes, ignored_params=ignored)
+            fully_shard(block, mesh=mesh, mp_policy=dtypes, ignored_params=ignored)
         # A root would stay gathered after its forward pass, a frozen one for ever.
-        fully_shard(policy, reshard_after_forward=True, ignored_params=ignored)
+        fully_shard(policy, mesh=mesh, reshard_after_forward=True, ignored_params=ignored)
         for module in (policy, *blocks):  # gradients are summed over ranks, not averaged
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -584,7 +598,7 @@ def shard(policy, device, precision="float32", gradient_checkpointing=False):
 
 
 def in_bfloat16(forward, *args, **kwargs):
-    """Call the forward of a block, whose weights are bfloat16, on what is float32 outside."""
+    """Call a block's forward in bfloat16 on what is float32 outside."""
     return cast(forward(*cast(args, torch.bfloat16), **cast(kwargs, torch.bfloat16)), torch.float32)
 
 
@@ -624,33 +638,32 @@ def look_up_pairs(function, policy, pairs, pad_id, args, rank, world_size):
 def collate_pairs(pairs, pad_id, device):
     """Return a batch of tensors: prompts (n, P) padded on the left, completions (n, T) on the right."""
     prompt_ids, prompt_mask = pad_left([pair["prompt_ids"] for pair in pairs], pad_id, device)
-    rows = [torch.tensor(pair[key], device=device) for key in ("chosen_ids", "rejected_ids") for pair in pairs]
-    ids = nn.utils.rnn.pad_sequence(rows, True, pad_id)  # (2 n, T)
-    mask = nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], True)
-    batch = {"prompt_ids": prompt_ids, "prompt_mask": prompt_mask}
-    batch["chosen_ids"], batch["rejected_ids"] = ids.chunk(2)
-    batch["chosen_mask"], batch["rejected_mask"] = mask.chunk(2)
+    rows = [torch.tensor(pair[key]) for key in ("chosen_ids", "rejected_ids") for pair in pairs]
+    ids = nn.utils.rnn.pad_sequence(rows, True, pad_id).to(device)  # (2 n, T)
+    mask = nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], True).to(device)
+    parts = zip(("chosen_ids", "rejected_ids", "chosen_mask", "rejected_mask"), (*ids.chunk(2), *mask.chunk(2)))
+    batch = {"prompt_ids": prompt_ids, "prompt_mask": prompt_mask, **dict(parts)}
     batch["lengths"] = 2 * (prompt_mask.sum(1) + mask.sum(1).view(2, -1).amax(0))  # of both, padded to the longer
     return batch
 
 
 def pad_left(rows, pad_id, device):
-    """Return ids and mask (B, P) of lists of token ids, padded on the left."""
-    ids = [torch.tensor(row, device=device) for row in rows]
+    """Ids and mask (B, P) of lists of token ids, padded on the left."""
+    ids = [torch.tensor(row) for row in rows]  # one copy, not one a row
     padded = partial(nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
-    return padded(ids, padding_value=pad_id), padded([torch.ones_like(row) for row in ids])
+    return padded(ids, padding_value=pad_id).to(device), padded([torch.ones_like(row) for row in ids]).to(device)
 
 
 def microbatches(batch, rows, max_tokens):
-    """Cut rows of a batch, longest first, into parts of one row, or of up to max_tokens with padding."""
-    parts, longest, lengths = [], 0, batch["lengths"][rows]
-    for place in lengths.argsort(descending=True, stable=True).tolist():
+    """Cut rows, longest first, into parts of a row, or of up to max_tokens with padding."""
+    parts, longest, lengths = [], 0, batch["lengths"][rows].tolist()
+    for place in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
         if parts and (len(parts[-1]) + 1) * longest <= max_tokens:
             parts[-1].append(place)
         else:
             parts.append([place])
-            longest = int(lengths[place])
-    # Passes are collective: a rank with fewer parts adds some of no rows, a row with masks of 0.
+            longest = lengths[place]
+    # Passes are collective: ranks with fewer parts add a row with masks of 0.
     parts += [[]] * (int(all_reduce(max(1, len(parts)), dist.ReduceOp.MAX)) - len(parts))
     for places in parts:
         index = rows[places] if places else rows.new_zeros(1)
@@ -663,25 +676,26 @@ def open_run(args, policy, optimizer, report):
     """Write args.json, or load a state; return the last step, or -1, and a bar."""
     run_dir, last_step, rank, ranks = Path(args.run_dir), -1, dist.get_rank(), dist.get_world_size()
     run = {"script": Path(__file__).stem, "entry": Path(sys.argv[0]).name, "ranks": ranks, "data": report}
+    weights = (getattr(weight, "_local_tensor", weight).detach() for weight in policy.parameters())
+    bits = sum(weight.float().view(torch.int32).sum() for weight in weights)
+    run["initial_weights"] = all_reduce(bits % 2**32) % 2**32
     if args.resume is not None:
-        before = json.loads((run_dir / "args.json").read_text())["run"]
-        changed = [f"{name} was {before.get(name)}, now {run[name]}" for name in run if run[name] != before.get(name)]
-        if changed:
+        before = run | json.loads((run_dir / "args.json").read_text())["run"]
+        if changed := [f"{name} was {before[name]}, now {run[name]}" for name in run if run[name] != before[name]]:
             raise SystemExit(f"--resume {run_dir}: {'; '.join(changed)}")
         last_step = load_state(run_dir, policy, optimizer)
         if last_step > args.num_steps:
             raise SystemExit(f"--num-steps {args.num_steps}: the run has done {last_step} already")
     if rank == 0:
-        print(*report, run_dir, sep="\n")
+        with contextlib.suppress(OSError):  # nobody reads, as after | head -1
+            print(*report, run_dir, sep="\n")
         text = json.dumps(asdict(args) | {"resume": None, "run": run}, indent=2, default=str)
-        with one_line(f"--run-dir {run_dir}: choose another, or --resume it"):
+        with one_line(f"--run-dir {run_dir} or --track: choose another, or --resume it"):
             run_dir.mkdir(parents=True, exist_ok=args.resume is not None)
             (run_dir / "args.unfinished").write_text(text)
             (run_dir / "args.unfinished").replace(run_dir / "args.json")
-        with one_line("--track"):
-            mode = None if args.track else "disabled"
-            wandb.init(name=run_dir.name, dir=run_dir, config=asdict(args), mode=mode)
-    return last_step, tqdm(total=args.num_steps, initial=max(0, last_step), disable=rank > 0)
+            wandb.init(name=run_dir.name, dir=run_dir, config=asdict(args), mode=None if args.track else "disabled")
+    return last_step, CLEANUP.enter_context(tqdm(total=args.num_steps, initial=max(0, last_step), disable=rank > 0))
 
 
 def load_state(run_dir, policy, optimizer):
@@ -690,8 +704,7 @@ def load_state(run_dir, policy, optimizer):
         path = max((run_dir / "state").glob("[0-9]*"))
         model, moments = dcp_state.get_state_dict(policy, optimizer)
         dcp.load({"model": model}, checkpoint_id=path)
-        planner = dcp.DefaultLoadPlanner(allow_partial_load=True)  # unused weights have none
-        dcp.load({"optimizer": moments}, checkpoint_id=path, planner=planner)
+        dcp.load({"optimizer": moments}, checkpoint_id=path, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
         dcp_state.set_state_dict(policy, optimizer, model_state_dict=model, optim_state_dict=moments)
     for log in [*run_dir.glob("metrics.jsonl"), *run_dir.glob("*samples.jsonl")] * (dist.get_rank() == 0):
         with one_line(f"{log} is damaged"), log.open("r+b") as file:
@@ -701,21 +714,21 @@ def load_state(run_dir, policy, optimizer):
 
 
 def catch_signals():
-    """Return a list that fills when Ctrl-C or SIGTERM asks to stop; a second stops at once."""
+    """A list that fills when Ctrl-C or SIGTERM asks to stop; a second stops at once."""
     received = []
 
     def request_stop(signum, _frame):
         received.append(signum)
-        signal.signal(signum, signal.SIG_DFL)
+        signal.signal(signum, before[signum])
         os.write(2, b"\nstopping after this step; once more to stop at once\n")
 
-    signal.signal(signal.SIGINT, request_stop)
-    signal.signal(signal.SIGTERM, request_stop)
+    before = {signum: signal.signal(signum, request_stop) for signum in (signal.SIGINT, signal.SIGTERM)}
+    CLEANUP.callback(lambda: [signal.signal(*handler) for handler in before.items()])
     return received
 
 
 def pick_rows(rows, start, count, seed):
-    """Return count rows from place start of endless passes over all, each in its own order."""
+    """Return rows from a start in endless passes over all, each in its own order."""
     order = []
     for epoch in range(start // len(rows), (start + count - 1) // len(rows) + 1):
         generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
@@ -729,7 +742,7 @@ def step_optimizer(policy, optimizer, learning_rate, max_grad_norm):
     grad_norm = float(grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm)
     optimizer.skipped = 0 if math.isfinite(grad_norm) else getattr(optimizer, "skipped", 0) + 1
     if optimizer.skipped == 3:
-        raise SystemExit(f"gradients were {grad_norm} three times in a row: is --learning-rate too high?")
+        raise SystemExit(f"gradients {grad_norm} three times in a row: is --learning-rate too high?")
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     if 0 < grad_norm < math.inf:  # at 0 AdamW would go on in the direction it had
@@ -753,7 +766,8 @@ def log_step(args, step, metrics, progress):
     progress.set_postfix({key: metrics[key] for key in ("pair/accuracy", "loss/nll", "score/mean") if key in metrics})
     progress.update(step > 0)
     if found := [f"{name[5:]} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/")]:
-        tqdm.write(f"step {step}: {', '.join(found)}")
+        with contextlib.suppress(OSError):  # nobody reads any more, as after | head -1
+            tqdm.write(f"step {step}: {', '.join(found)}")
 
 
 def append_line(args, name, row):
@@ -764,9 +778,9 @@ def append_line(args, name, row):
 
 
 def save(run_dir, policy, optimizer, tokenizer, step):
-    """Write checkpoint/, a Hugging Face folder, then state/STEP, from which --resume goes on."""
+    """Write checkpoint/, a Hugging Face folder, then state/STEP, which --resume loads."""
     checkpoint, unfinished = Path(run_dir, "checkpoint"), Path(run_dir, "checkpoint.unfinished")
-    state, unfinished_state = Path(run_dir, "state", f"{step:08d}"), Path(run_dir, "state", "unfinished")
+    state = Path(run_dir, "state", f"{step:08d}")
     options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = dcp_state.get_model_state_dict(policy.model, options=options)
     for key in [key for key in weights if key.endswith(".lora_a.weight")]:
@@ -775,18 +789,22 @@ def save(run_dir, policy, optimizer, tokenizer, step):
         weights[f"{layer}weight"] = weights[f"{layer}weight"] + b @ a * (LORA_ALPHA / len(a))
     tied = policy.model.all_tied_weights_keys  # gathered from ranks they are two
     weights = {key: weight.float() for key, weight in weights.items() if key not in tied}
+    fresh = not getattr(optimizer, "state", True)  # PPO's two have always made a step
     model, moments = dcp_state.get_state_dict(policy, optimizer)
-    with one_line(f"step {step} is not saved: mend it, then --resume {run_dir}"):
+    for values in optimizer.state.values() if fresh else ():
+        values["step"].zero_()  # made for the moments
+    with one_line(f"step {step} is not saved (no space left?): mend it, then --resume {run_dir}"):
         if dist.get_rank() == 0:
             policy.model.save_pretrained(unfinished, state_dict=weights)
             tokenizer.save_pretrained(unfinished)
-            shutil.rmtree(checkpoint, ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError):  # it may not be removable
+                checkpoint.rename(f"{checkpoint}.{time.time_ns()}")
             unfinished.rename(checkpoint)
-        dcp.save({"model": model, "optimizer": moments}, checkpoint_id=unfinished_state)
+        dcp.save({"model": model, "optimizer": moments}, checkpoint_id=state.with_name("unfinished"))
         if dist.get_rank() == 0:
-            unfinished_state.rename(state)  # last: what a kill cuts short is done again
-            for older in sorted(state.parent.glob("[0-9]*"))[:-1]:
-                shutil.rmtree(older)
+            state.with_name("unfinished").rename(state)  # last: what a kill cuts short is done again
+            for older in [*checkpoint.parent.glob("checkpoint.[0-9]*"), *sorted(state.parent.glob("[0-9]*"))[:-1]]:
+                shutil.rmtree(older, ignore_errors=True)
 
 
 def end_run(args, progress, stop_signals):
@@ -794,22 +812,24 @@ def end_run(args, progress, stop_signals):
     progress.close()
     wandb.finish()
     if dist.get_rank() == 0:
-        lines = [json.loads(line) for line in Path(args.run_dir, "metrics.jsonl").read_text().splitlines()]
+        lines = [*map(json.loads, Path(args.run_dir, "metrics.jsonl").read_text().splitlines())]
         print(f"\n{lines[-1]['step']} steps in {sum(line.get('perf/step_seconds', 0) for line in lines):.0f} s")
         for name in [name for name in lines[0] if name.startswith("eval/")]:
             evaluated = [line[name] for line in lines if name in line]
             print(f"{name[5:]:15} {evaluated[0]:.3f} -> {evaluated[-1]:.3f}")
         if Path(args.run_dir, "checkpoint").exists():
-            many = f"torchrun --shutdown-timeout 3600 --nproc-per-node {dist.get_world_size()}"
-            python = many if dist.get_world_size() > 1 else "python"
+            ranks, done = dist.get_world_size(), lines[-1]["step"] >= args.num_steps
+            call = f"torchrun --shutdown-timeout 3600 --nproc-per-node {ranks}" if ranks > 1 else "python"
             print(f"checkpoint      {args.run_dir}/checkpoint, for --model and from_pretrained")
-            steps = args.num_steps if lines[-1]["step"] < args.num_steps else 2 * args.num_steps
-            flags = shlex.join(map(str, [sys.argv[0], "--resume", args.run_dir, "--num-steps", steps]))
-            print(f"to go on        {python} {flags}")
-    dist.destroy_process_group()
+            resume = shlex.join([sys.argv[0], "--resume", str(args.run_dir)])
+            print(f"to go on        {call} {resume} --num-steps {args.num_steps * (1 + done)}")
+    CLEANUP.close()
     if stop_signals:
         raise SystemExit(128 + stop_signals[0])
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until catch_signals Ctrl-C just ends it
+    getattr(sys.stdout, "reconfigure", dict)(errors="replace")
+    with CLEANUP:
+        main(tyro.cli(Args))

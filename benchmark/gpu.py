@@ -78,6 +78,7 @@ def sections(tiny):
     for size in sizes:
         jobs.append((f"numbers {size}", check_numbers, {"size": size}, 150))
         if size == sizes[0]:
+            jobs.append((f"bfloat16 {size}", check_bfloat16, {"size": size}, 100))
             jobs.append(("resume", check_resume, {}, 150))
             jobs.append(("ranks", check_ranks, {}, 150))
         for script, flags in TRAININGS if size == sizes[0] else TRAININGS[:1]:
@@ -155,6 +156,20 @@ def check_learning(grpo, policy, ids, mask, sampled, tokens):
     means.append(grpo.lookup_logprobs(policy, batch, rows, args.microbatch_tokens, 1.0).mean().item())
     yield "mean log-probability before four steps towards it", means[0], "", None
     yield "... and after", means[-1], "higher", means[-1] > means[0]
+
+
+def check_bfloat16(job):
+    """How far ten steps of a small rate lower the loss: blocks in float32, in bfloat16, there with noise."""
+    bfloat16, grpo = importlib.import_module("bfloat16"), importlib.import_module("grpo")
+    _, _, device = grpo.init_ranks()
+    tokenizer, falls = grpo.load_tokenizer(job["model"]), {}
+    for kind in (bfloat16.KINDS[0], bfloat16.KINDS[1], bfloat16.KINDS[3]):
+        model, _ = grpo.load_model(job["model"], tokenizer)
+        losses = bfloat16.train(model, bfloat16.read_rows(tokenizer, device), kind, 1e-6, 10, device)
+        falls[kind] = losses[0] - losses[-1]
+        yield f"{kind}: fall of the loss", falls[kind], "", None
+    share = falls[bfloat16.KINDS[3]] / falls[bfloat16.KINDS[0]]
+    yield "... with noise, of the fall in float32", share, "0.7 to 1.3", 0.7 < share < 1.3
 
 
 def check_resume(job):

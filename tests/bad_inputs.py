@@ -534,7 +534,7 @@ RUNS = {
     "args.json missing": (remove("args.json"), ("args.json",)),
     "args.json of a length of -1": (edited("args.json", max_completion_length=-1), ("--max-completion-length -1",)),
     "args.json of an unknown precision": (edited("args.json", precision="float16"), ("precision float16",)),
-    "args.json of another rank of adapters": (edited("args.json", lora_rank=2), ("state", "lora_a")),
+    "args.json of another rank of adapters": (edited("args.json", lora_rank=2), ("initial_weights",)),
     "a run of another script": (edit_run(script="another"), ("another",)),
     "a run on other data": (edit_run(data=["9 training rows (0)"]), ("9 training rows",)),
     "a run of more ranks": (edit_run(ranks=9), ("ranks was 9",)),

@@ -76,7 +76,11 @@ def run(name, folder):
 def sample_gathered(precision):
     """What is true of a rollout by a policy, compared with one by a model that was never sharded."""
     plain, model = (build_model("llama", dtype=torch.float32) for _ in range(2))
+    noise, randint = [], torch.randint
+    torch.randint = lambda *given, **more: [drawn := randint(*given, **more), noise.append(drawn.sum().item())][0]
+    torch.manual_seed(dist.get_rank())
     policy = grpo.shard(grpo.LogprobModel(model), plain.device, precision, gradient_checkpointing=True)
+    torch.randint, noises = randint, [grpo.all_reduce(sum(noise), op) for op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX)]
     for block in plain.model.layers if precision == "bfloat16" else ():
         block.bfloat16().forward = partial(grpo.in_bfloat16, block.forward)
     prompts = *grpo.pad_left(PROMPTS, 0, plain.device), 8, 1.0, [1, 3], 0, True
@@ -92,6 +96,7 @@ def sample_gathered(precision):
     sharded = [weight for weight in weights if isinstance(weight, DTensor)]
     held = sum(weight.to_local().numel() for weight in sharded) * num_ranks
     return {
+        "noise": noises[0] == noises[1] and bool(noise) == (precision == "bfloat16"),
         "samples": all(map(torch.equal, sampled, expected)),
         "scored inside": torch.equal(scored, grpo.token_logprobs(plain, *inputs)[0]),
         "scored outside": torch.equal(logprobs, scored),

@@ -54,8 +54,8 @@ MUTANTS = r"""
 - entropies = -(logprobs.exp() * logprobs).sum(-1)
 + entropies = torch.distributions.Categorical(logits=logprobs * temperature).entropy()
 # a token is predicted from its own position @ LOGPROBS
-- (mask.cumsum(1) - 2)[:, prompt_ids.shape[1] :]
-+ (mask.cumsum(1) - 1)[:, prompt_ids.shape[1] :]
+- (mask.cumsum(1) - 2)[rows, prompt_ids.shape[1] + columns]
++ (mask.cumsum(1) - 1)[rows, prompt_ids.shape[1] + columns]
 ! test_rollouts.py::test_a_completion_of_full_length_is_truncated_unless_it_ends_in_a_stop_id
 # the mask of a rollout is by token id: ids != pad @ SAMPLED
 - "completion_ids": ids, "completion_mask": mask}
@@ -450,7 +450,7 @@ MUTANTS = r"""
 + rows = prompts
 ! test_resume.py::test_run_killed_once_and_resumed_is_bit_identical[dr_grpo-flags1-10]
 # the state of the optimizer is not restored @ ALL
-- dcp.load({"optimizer": moments}, checkpoint_id=path, planner=planner)
+- dcp.load({"optimizer": moments}, checkpoint_id=path, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
 + pass
 ! test_resume.py::test_run_killed_once_and_resumed_is_bit_identical[reinforce-flags0-5]
 # random numbers are not a function of the step @ reinforce
@@ -534,7 +534,7 @@ MUTANTS = r"""
 # long prompts are cut @ SAMPLED
 -         return f"not 1 to {max_prompt_length} tokens"
 +         prompt_ids = prompt_ids[-max_prompt_length:]
-      return {**row
+      read = {"prompt"
 ! test_ppo.py::test_token_rewards_by_hand
 # the score stands one token before the last @ ppo_rlhf
 - (mask * positions).amax(1, keepdim=True))
@@ -628,8 +628,8 @@ MUTANTS = r"""
 + found[:, own[: len(part["rows"])]]
 ! test_pairs.py::test_every_form_is_encoded_with_the_chat_template_and_a_stop_token
 # chosen and rejected are swapped in the data @ dpo reward_model
-- "chosen_ids": chosen_ids, "rejected_ids": rejected_ids}
-+ "chosen_ids": rejected_ids, "rejected_ids": chosen_ids}
+- "chosen_ids": completions[0], "rejected_ids": completions[1]}
++ "chosen_ids": completions[1], "rejected_ids": completions[0]}
 ! test_pairs.py::test_every_completion_ends_in_one_stop_token
 # completions of pairs have no stop token @ dpo reward_model
 - return ids[: ids.index(stop_id) + 1]
@@ -697,9 +697,8 @@ MUTANTS = r"""
 + or False:
 ! test_models.py::test_a_folder_with_something_wrong_is_one_line
 # parameters that a folder lacks are random @ LOGPROBS
--         if info["missing_keys"]:
-+         if not info:
-              raise
+- sorted(info["missing_keys"] | heads)
++ sorted(heads)
 # weights that are not finite are trained @ SAMPLED
 -         if not gap < 0.01:
 +         if gap >= 0.01:
@@ -716,8 +715,8 @@ MUTANTS = r"""
 + .amin(1).mul(0).repeat_interleave(group_size)
 ! test_own_rewards.py::test_it_is_told_where_there_begins_to_be_nothing_to_learn_from
 # nothing to learn from is not said @ ONLINE
--     if progress.stuck == 5:
-+     if progress.stuck == -1:
+- progress.stuck == 5:
++ progress.stuck == -1:
 ! OF_ONE_TOKEN / each
 ! test_sampler_weights.py::test_weight_of_the_whole_completion_gives_the_gradient_of_the_objective / each
 # the weight is the sampler's probability over the policy's @ SAMPLED
@@ -782,8 +781,28 @@ MUTANTS = r"""
 + cast(item, dtype)
 ! test_lora.py::test_frozen_weights_are_held_once_in_bfloat16_in_the_blocks_and_adapters_in_float32
 # frozen weights of the blocks stay in float32 @ ALL
--                 weight.data = weight.data.bfloat16()
-+                 pass
+-                 weight.data = rounded = weight.data.bfloat16()
++                 rounded = weight.data.bfloat16()
+! test_dither.py::test_only_trained_weights_of_bfloat16_blocks_have_noise
+# frozen weights have noise @ ALL
+-                 if weight.requires_grad:
++                 if True:
+! test_dither.py::test_noise_rounds_to_what_was_stored_and_is_uniform
+# the noise goes over the midpoint @ ALL
+- torch.randint(-32767, 32768,
++ torch.randint(-40000, 40000,
+# weights that are 0 have noise @ ALL
+- dtype=torch.int32) * (rounded != 0)
++ dtype=torch.int32)
+! test_dither.py::test_small_steps_move_the_rounded_weights_in_the_mean_as_float32_is_moved / bfloat16
+# weights of bfloat16 blocks have no noise @ ALL
+- (rounded.float().view(torch.int32) + noise).view(torch.float32)
++ rounded.float() + 0 * noise
+! test_randomness.py::test_ranks_sample_and_score_as_a_plain_model_to_the_last_bit / bfloat16
+# each rank has its own noise @ ALL
+- torch.manual_seed(0)  # the same noise on every rank
++ torch.manual_seed(dist.get_rank())
+! test_lora.py::test_frozen_weights_are_held_once_in_bfloat16_in_the_blocks_and_adapters_in_float32
 # on one GPU what is frozen is held twice @ ALL
 - ignored = frozen if alone else None
 + ignored = None
@@ -847,8 +866,8 @@ MUTANTS = r"""
 + replies[row].pop(0), -math.inf, ended[i]
 ! test_tools.py::test_endless_replies_are_cut
 # the tool is given the whole completion, again and again @ grpo_tools
-- [*windows[row], tokens[i]][-args.tool_tokens :]
-+ [*windows[row], tokens[i]]
+- [*windows[row], int(tokens[i])][-args.tool_tokens :]
++ [*windows[row], int(tokens[i])]
 ! test_tools.py::test_how_often_the_tool_was_used_by_hand
 # evaluations have no tool @ grpo_tools
 - edit = make_writer(len(chunk[0]), tokenizer, args)
@@ -951,6 +970,48 @@ MUTANTS = r"""
 # texts that are too long are trained whole @ ppo_rlhf
 - [: 1 + args.max_completion_length]
 + [: 9 + args.max_completion_length]
+! test_cuda.py::test_a_run_in_bfloat16_trains_evaluates_saves_and_resumes / grpo
+# the process group has a backend for the accelerator alone @ grpo
+- dist.init_process_group(backend, timeout
++ dist.init_process_group(timeout
+# stop ids stay on the CPU @ grpo
+- stop_ids = torch.tensor(list(stop_ids), device=prompt_ids.device)
++ stop_ids = torch.tensor(list(stop_ids))
+# prompts stay on the CPU @ grpo
+- return padded(ids, padding_value=pad_id).to(device), padded([torch.ones_like(row) for row in ids]).to(device)
++ return padded(ids, padding_value=pad_id), padded([torch.ones_like(row) for row in ids])
+# random numbers are drawn on the CPU @ grpo
+- torch.rand(len(cdf), 1, dtype=cdf.dtype, device=cdf.device)
++ torch.rand(len(cdf), 1, dtype=cdf.dtype)
+# rewards stay on the CPU @ grpo
+- torch.tensor([*map(float, rewards)], device=batch["lengths"].device)
++ torch.tensor([*map(float, rewards)])
+# what was cut off is known on the CPU @ grpo
+- torch.tensor([row[-1] not in stop_ids for row in completions], device=ids.device)
++ torch.tensor([row[-1] not in stop_ids for row in completions])
+# log-probabilities are collected on the CPU @ grpo
+- torch.zeros(batch["completion_ids"].shape, device=rows.device)
++ torch.zeros(batch["completion_ids"].shape)
+# the policy stays on the CPU @ grpo
+- return policy.to(device)
++ return policy
+! test_cuda.py::test_a_run_in_bfloat16_trains_evaluates_saves_and_resumes / sft
+# texts stay on the CPU @ sft
+- pad_sequence([torch.tensor(row) for row in rows], True, fill).to(device)
++ pad_sequence([torch.tensor(row) for row in rows], True, fill)
+! test_surprises.py::test_saving_before_the_first_optimizer_step_changes_nothing
+# the step that gives AdamW its moments counts @ grpo
+- values["step"].zero_()
++ values["step"]
+! test_surprises.py::test_what_was_gathered_is_sharded_again_after_an_error
+# an error leaves weights gathered @ grpo
+-     try:
+-         yield policy.model
+-     finally:
+-         for module, before in zip(shards, hooks):
++     yield policy.model
++     if True:
++         for module, before in zip(shards, hooks):
 """
 
 

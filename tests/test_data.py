@@ -120,7 +120,8 @@ def test_a_prompt_has_its_answer_and_the_other_columns_of_its_row(tmp_path, toke
     train, held_out, _ = load(write_rows(tmp_path / "rows.jsonl", rows), tokenizer, 32, 1)
     assert len(train) == 3 and tokenizer.decode(train[0]["prompt_ids"]) == "<|user|>1+1=<|assistant|>"
     for row, prompt in zip(rows, sorted(train + held_out, key=lambda prompt: prompt["level"])):
-        assert prompt == {**row, "prompt": "1+1=", "answer": "2", "prompt_ids": prompt["prompt_ids"]}
+        read = {"prompt": "1+1=", "answer": "2", "prompt_ids": prompt["prompt_ids"]}
+        assert prompt == {**row, **read, "columns": f"of {', '.join(names)} "}
 
 
 def test_without_a_column_of_answers_they_are_none(tmp_path, tokenizer):
@@ -314,4 +315,4 @@ def test_make_rebuilds_the_embedded_data_sets_whose_prompts_are_all_different_an
 
 def test_the_embedded_data_set_loads_whole(tokenizer):
     report = load(str(ADDITION), tokenizer, 32, 512)[2]
-    assert report == [f"{count} rows, dropped: {{}}" for count in ("4096 training", "512 held-out")]
+    assert report == [f"{count} rows of prompt, answer, dropped: {{}}" for count in ("4096 training", "512 held-out")]

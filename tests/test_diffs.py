@@ -8,7 +8,7 @@ from test_copies import MARKER, ROOT
 
 # Above the line: {script: lines added, lines removed} at most; an alarm, not a goal.
 BUDGETS = {"dr_grpo": (38, 48), "gspo": (41, 56), "dapo": (110, 66), "reinforce": (66, 140)}
-BUDGETS |= {"cispo": (36, 51), "grpo_process": (79, 37), "grpo_tools": (89, 48)}
+BUDGETS |= {"cispo": (36, 51), "grpo_process": (79, 37), "grpo_tools": (91, 49)}
 # PPO trains a second model against a third; a reward model reads scores, DPO has a reference.
 MORE_BUDGETS = {("grpo", "ppo_rlhf"): (238, 106), ("reward_model", "dpo"): (100, 60)}
 ALL_BUDGETS = {("grpo", script): budget for script, budget in BUDGETS.items()} | MORE_BUDGETS

@@ -51,6 +51,12 @@ def test_numbers_notice_a_sampler_that_is_not_the_policy(job, monkeypatch):
     assert [what for what, *_, holds in rows if holds is False][:1] == ["sampler and training, positions 0 to 24: KL"]
 
 
+def test_small_steps_reach_blocks_in_bfloat16(job):
+    rows = as_dict(benchmark.check_bfloat16(job))
+    assert rows["bfloat16, on the grid: fall of the loss"] < 0.5 * rows["float32: fall of the loss"]
+    assert 0.7 < rows["... with noise, of the fall in float32"] < 1.3
+
+
 def test_rollout_and_its_peer(job):
     rows = as_dict(benchmark.time_rollout(job))
     assert rows["4 rows x 24: tokens a second"] > 0 and rows["... ours / transformers'"] > 0

@@ -9,15 +9,15 @@ import pytest
 from test_copies import ALL, BLOCK, MARKER, ROOT, definitions
 
 # Lines at most: of the whole file, below the line, above it, and of main.
-WHOLE = dict.fromkeys(ALL, 1020) | {"reinforce": 970, "ppo_rlhf": 1300, "dpo": 940, "reward_model": 760, "sft": 760}
-WHOLE |= dict.fromkeys(("dapo", "grpo_process", "grpo_tools"), 1070)
-BELOW = dict.fromkeys(ALL, 695) | {"ppo_rlhf": 845, "dpo": 650, "reward_model": 535, "sft": 535}
-SIBLINGS = {"cispo": 350, "grpo_process": 370, "grpo_tools": 365}
+WHOLE = {"grpo": 1037, "dr_grpo": 1027, "gspo": 1020, "cispo": 1020, "reinforce": 985, "dapo": 1082}
+WHOLE |= {"grpo_process": 1085, "grpo_tools": 1080, "ppo_rlhf": 1319, "dpo": 835, "reward_model": 771, "sft": 774}
+BELOW = dict.fromkeys(ALL, 716) | {"ppo_rlhf": 866, "dpo": 650, "reward_model": 556, "sft": 556}
+SIBLINGS = {"cispo": 350, "grpo_process": 372, "grpo_tools": 367}
 ABOVE = dict.fromkeys(ALL, 330) | SIBLINGS | {"dapo": 375, "dpo": 285, "ppo_rlhf": 465, "reward_model": 285, "sft": 285}
 MAIN = dict.fromkeys(ALL, 95) | {"ppo_rlhf": 120}
 FUNCTION = 40
 # Characters of a line that is not blank: the mean, and the share of lines over 100.
-MEAN, LONG = 64.0, 0.195
+MEAN, LONG = 65.0, 0.195
 
 
 def halves(script):
@@ -86,7 +86,7 @@ def test_above_the_line_stands_the_algorithm_in_reading_order(script):
     names = top_level_names(halves(script)[0])
     assert names[:2] == ["by_model", "Args"] and names[-2:] == ["accumulate_gradients", "main"]
     assert "reward_fn" not in names or names[2:5] == ["is_right", "reward_fn", "score_completions"]
-    assert halves(script)[0].startswith('"""') and halves(script)[1].endswith("\n    main(tyro.cli(Args))\n")
+    assert halves(script)[0].startswith('"""') and halves(script)[1].endswith("\n        main(tyro.cli(Args))\n")
 
 
 @pytest.mark.parametrize("script", [script for script in ALL if script not in BLOCK] + ["grpo"])

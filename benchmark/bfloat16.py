@@ -1,0 +1,117 @@
+"""Does a small step of AdamW reach blocks that compute in bfloat16? The loss on 16 fixed rows before each step.
+
+    python benchmark/bfloat16.py --model path/to/model
+
+Float32 blocks; blocks in bfloat16 with weights on its grid, as a model stored in bfloat16 has them; with weights as
+they were loaded; and as the scripts have them, with noise that rounds away. It writes benchmark/results/bfloat16.json,
+of which `python benchmark/bfloat16.py --draw` makes docs/pictures/bfloat16.png and the table of docs/precision.md.
+"""
+
+import json
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import torch
+import tyro
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import grpo  # noqa: E402
+
+KINDS = ("float32", "bfloat16, on the grid", "bfloat16, as loaded", "bfloat16, with noise")
+RESULT, PICTURE = ROOT / "benchmark" / "results" / "bfloat16.json", ROOT / "docs" / "pictures" / "bfloat16.png"
+
+
+@dataclass
+class Args:
+    """Losses by step of each kind of blocks and rate."""
+
+    model: str = grpo.MODEL
+    """folder or hub name"""
+    rates: list[float] = field(default_factory=lambda: [1e-6, 1e-5, 1e-7])
+    """learning rates"""
+    steps: int = 10
+    """of the optimizer"""
+    kinds: list[str] = field(default_factory=lambda: list(KINDS))
+    """of blocks"""
+    draw: bool = False
+    """only draw what was measured"""
+
+
+def read_rows(tokenizer, device, count=16):
+    """Prompts and completions of the embedded task, padded, with the loss's mask."""
+    lines = (ROOT / "data" / "addition" / "sft.jsonl").read_text().splitlines()[:count]
+    rows = [json.loads(line) for line in lines]
+    prompts = grpo.pad_left([grpo.encode_prompt(tokenizer, row["prompt"], "") for row in rows], 0, device)
+    stop = [grpo.find_turn_end(tokenizer)]
+    completions = [tokenizer(row["completion"], add_special_tokens=False)["input_ids"] + stop for row in rows]
+    longest = max(map(len, completions))
+    ids = torch.tensor([row + [0] * (longest - len(row)) for row in completions], device=device)
+    return *prompts, ids, torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in completions]).to(device)
+
+
+def train(model, inputs, kind, rate, steps, device):
+    """Losses (steps + 1) on the rows before each step and after the last."""
+    loaded = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    policy = grpo.shard(grpo.LogprobModel(model), device, kind.partition(",")[0])
+    for name, weight in policy.model.named_parameters():
+        own = getattr(weight, "_local_tensor", weight).data
+        if kind == KINDS[1]:
+            own.copy_(loaded[name].bfloat16() if any(part.isdigit() for part in name.split(".")) else loaded[name])
+        elif kind == KINDS[2]:
+            own.copy_(loaded[name])
+    optimizer, losses = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True), []
+    for step in range(steps + 1):
+        logprobs, _ = policy(*inputs, 1.0)
+        loss = -logprobs.sum() / inputs[3].sum()
+        losses.append(loss.item())
+        if step < steps:
+            loss.backward()
+            grpo.step_optimizer(policy, optimizer, rate, 1.0)
+    return losses
+
+
+def draw(results):
+    rates = sorted({row["rate"] for row in results["rows"]})
+    figure, axes = plt.subplots(1, len(rates), figsize=(4 * len(rates), 3.2), constrained_layout=True, squeeze=False)
+    for axis, rate in zip(axes[0], rates):
+        for row in [row for row in results["rows"] if row["rate"] == rate]:
+            axis.plot(row["losses"], marker=".", label=row["kind"])
+        axis.set(title=f"learning rate {rate:g}", xlabel="optimizer steps", ylabel="loss on the 16 rows")
+    axes[0][0].legend(fontsize=8)
+    figure.savefig(PICTURE, dpi=110)
+
+
+def table(results):
+    """The markdown of docs/precision.md."""
+    lines = ["| learning rate | blocks | loss before each step |", "|---|---|---|"]
+    for row in results["rows"]:
+        lines.append(f"| {row['rate']:g} | {row['kind']} | {' '.join(f'{loss:.3f}' for loss in row['losses'])} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(args):
+    if not args.draw:
+        _, _, device = grpo.init_ranks()
+        tokenizer, rows = grpo.load_tokenizer(args.model), []
+        inputs = read_rows(tokenizer, device)
+        for rate in args.rates:
+            for kind in args.kinds:
+                start = time.perf_counter()
+                model, _ = grpo.load_model(args.model, tokenizer)
+                losses = [round(loss, 4) for loss in train(model, inputs, kind, rate, args.steps, device)]
+                rows.append({"kind": kind, "rate": rate, "losses": losses})
+                print(f"{rate:g} {kind}: {losses} ({time.perf_counter() - start:.0f} s)", flush=True)
+        about = {"model": Path(args.model).name, "torch": torch.__version__, "device": device.type}
+        text = ",\n".join(json.dumps(row) for row in rows)
+        RESULT.write_text(f'{{"about": {json.dumps(about)}, "rows": [\n{text}\n]}}\n')
+    results = json.loads(RESULT.read_text())
+    draw(results)
+    print(table(results), end="")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description="Losses by step of blocks in float32 and bfloat16."))
