@@ -50,7 +50,6 @@ import wandb
 from datasets import load_dataset
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
@@ -58,7 +57,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def by_model(embedded, real):
-    """The default of a setting that depends on the model; resolve_args fills it in."""
+    """A default that depends on the model; resolve_args fills it in."""
     return field(default=None, metadata={"embedded": embedded, "real": real})
 
 
@@ -114,11 +113,11 @@ class Args:
 
     # evaluation, saving, logging
     eval_every: int | None = by_model(20, 20)
-    """steps between evaluations on held-out prompts (embedded: 20; real: 20)"""
+    """steps between evaluations on held-out prompts (20)"""
     eval_prompts: int | None = by_model(512, 256)
     """held-out prompts per evaluation (embedded: 512; real: 256)"""
     save_every: int | None = by_model(20, 20)
-    """steps between saves (embedded: 20; real: 20)"""
+    """steps between saves (20)"""
     run_dir: str | None = None
     """new folder of this run (default: runs/SCRIPT__SEED__TIME)"""
     resume: str | None = None
@@ -261,7 +260,7 @@ def main(args):
         ref = shard(LogprobModel(initial.requires_grad_(False)), device, args.precision)
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     last_step, progress = open_run(args, policy, optimizer, report)
-    stop_signals = catch_signals()
+    stops = catch_signals()
     minibatches_per_epoch = args.prompts_per_step * args.group_size // args.minibatch_size
 
     for step in range(last_step + 1, args.num_steps + 1):  # step 0 only evaluates
@@ -307,18 +306,18 @@ def main(args):
             group |= {key: batch[key][: args.group_size].tolist() for key in ("rewards", "truncated")}
 
         # evaluation, logs, saving
-        if eval_prompts and (step % args.eval_every == 0 or step == args.num_steps):
+        if eval_prompts and (step % args.eval_every == 0 or step == args.num_steps) and not all_reduce(len(stops)):
             with gathered(policy) as sampler:
                 metrics |= evaluate(sampler, tokenizer, eval_prompts, stop_ids, args, step, rank, world_size)
         if rank == 0:
             log_step(args, step, metrics, group, progress)
-        stopping = all_reduce(len(stop_signals)) > 0
+        stopping = all_reduce(len(stops)) > 0
         if step > 0 and (stopping or step == args.num_steps or step % args.save_every == 0):
             save(args.run_dir, policy, optimizer, tokenizer, step)
         if stopping:
             break
 
-    end_run(args, progress, stop_signals)
+    end_run(args, progress, stops)
 
 
 # ---- below: plumbing, byte-identical in every script that has it, in the order in which main calls it
@@ -330,7 +329,8 @@ MAY_BE_0 = "seed num_steps rollout_batch_size warmup_steps weight_decay lora_ran
 MAY_BE_0 += "kl_coef overlong_buffer missing_stop_penalty ptx_coef gamma gae_lambda label_smoothing".split()
 MAY_CHANGE = "resume num_steps learning_rate value_learning_rate eval_every save_every track".split()
 MAY_CHANGE += "microbatch_tokens rollout_batch_size gradient_checkpointing".split()  # on --resume
-CLEANUP = contextlib.ExitStack()  # what a run has set up
+CLEANUP = contextlib.ExitStack()
+BAR = partial(tqdm, leave=False, delay=5, mininterval=2, disable=os.environ.get("RANK", "0") > "0")
 
 
 def init_ranks():
@@ -359,7 +359,7 @@ def resolve_args(args):
     own, tiny = (Path(name, "tokenizer.json") for name in (given.get("model", MODEL), MODEL))
     embedded = own.is_file() and tiny.is_file() and own.read_bytes() == tiny.read_bytes()  # or made of it
     defaults = {f.name: f.metadata["embedded" if embedded else "real"] for f in fields(args) if f.metadata}
-    with contextlib.suppress(Exception):  # see models/long; load_model reports
+    with contextlib.suppress(Exception):  # load_model reports
         named = json.loads(own.with_name("config.json").read_text())["task_defaults"]
         defaults |= (taken := {name: named[name] for name in {*defaults} & {*named} - {*given}})
         if taken and dist.get_rank() == 0:
@@ -594,7 +594,7 @@ def generate(
     unique, running = torch.unique_consecutive(both, dim=0, return_inverse=True)
     (ids, mask), cache = unique.chunk(2, 1), None
     rows = torch.arange(len(running), device=running.device)  # those that have not ended
-    for t in range(max_completion_length):
+    for t in BAR(range(max_completion_length), "tokens"):
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         inputs = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
         output = model(input_ids=ids, **inputs, use_cache=True, logits_to_keep=1)
@@ -659,15 +659,15 @@ def head_logprobs(model, hidden, targets, temperature):
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # (n, V)
         logits = logits if scale == 1 else logits * scale
         logits = (logits / cap).tanh() * cap if cap else logits
-        logprobs = (logits / temperature).log_softmax(-1)
-        with torch.no_grad():  # else checkpoint would keep what it recomputes for them
-            entropies = -(logprobs.exp() * logprobs).sum(-1)
-        return logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), entropies
+        logprobs = (logits if temperature == 1 else logits / temperature).log_softmax(-1)
+        known = logprobs.detach()  # last: not computed anew
+        return logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), -(known.exp() * known).sum(-1)
 
-    # Never N x V logits at once: chunks, computed anew in the backward pass.
-    size = max(1, 2 ** (26 if hidden.is_cuda else 24) // head.weight.shape[0])
-    chunks = zip(hidden.split(size), targets.split(size))
-    parts = [checkpoint(chunk_logprobs, *chunk, use_reentrant=False) for chunk in chunks]
+    # Never N x V logits at once: chunks, which the backward pass computes anew.
+    size = max(1, 2 ** (26 if hidden.is_cuda else 25) // head.weight.shape[0])
+    anew = partial(checkpoint, chunk_logprobs, use_reentrant=False)
+    run = anew if len(hidden) > size else chunk_logprobs
+    parts = [run(*chunk) for chunk in zip(hidden.split(size), targets.split(size))]
     return [torch.cat(part) for part in zip(*parts)]
 
 
@@ -679,7 +679,7 @@ def shard(policy, device, precision="float32", gradient_checkpointing=False):
     if not blocks and (precision == "bfloat16" or not alone):
         raise SystemExit("this model names no blocks: --precision float32, one process")
     if precision == "bfloat16":
-        torch.set_float32_matmul_precision("high")  # TF32 on CUDA, for the LM head
+        torch.set_float32_matmul_precision("high")  # TF32 for the LM head
         dtypes = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
         torch.manual_seed(0)  # the same noise on every rank
         for block in blocks:
@@ -692,7 +692,7 @@ def shard(policy, device, precision="float32", gradient_checkpointing=False):
     for block in blocks if gradient_checkpointing else ():
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if precision == "bfloat16" or not alone:
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
         ignored = frozen if alone else None  # which FSDP would hold twice
         for block in blocks:
             fully_shard(block, mesh=mesh, mp_policy=dtypes, ignored_params=ignored)
@@ -705,12 +705,12 @@ def shard(policy, device, precision="float32", gradient_checkpointing=False):
 
 
 def in_bfloat16(forward, *args, **kwargs):
-    """Call a block's forward in bfloat16 on what is float32 outside."""
+    """Call a block in bfloat16 on what is float32 outside."""
     return cast(forward(*cast(args, torch.bfloat16), **cast(kwargs, torch.bfloat16)), torch.float32)
 
 
 def cast(value, dtype):
-    """Cast the floating-point tensors of a nest of tuples and dictionaries."""
+    """Cast floating-point tensors in tuples and dictionaries."""
     if isinstance(value, dict):  # a mask's lowest number would become -inf
         return {key: item if key == "attention_mask" else cast(item, dtype) for key, item in value.items()}
     if isinstance(value, tuple):
@@ -745,7 +745,7 @@ def open_run(args, policy, optimizer, report):
         if last_step > args.num_steps:
             raise SystemExit(f"--num-steps {args.num_steps}: the run has done {last_step} already")
     if rank == 0:
-        with contextlib.suppress(OSError):  # nobody reads, as after | head -1
+        with contextlib.suppress(OSError):  # after | head -1
             print(*report, run_dir, sep="\n")
         text = json.dumps(asdict(args) | {"resume": None, "run": run}, indent=2, default=str)
         with one_line(f"--run-dir {run_dir} or --track: choose another, or --resume it"):
@@ -888,7 +888,7 @@ def microbatches(batch, rows, max_tokens):
             longest = lengths[place]
     # Passes are collective: ranks with fewer parts add a row with masks of 0.
     parts += [[]] * (int(all_reduce(max(1, len(parts)), dist.ReduceOp.MAX)) - len(parts))
-    for places in parts:
+    for places in BAR(parts, "passes"):
         index = rows[places] if places else rows.new_zeros(1)
         part = {key: value[index] for key, value in batch.items()}
         masks = [key for key in part if key.endswith("mask") and key != "prompt_mask"]
@@ -961,7 +961,7 @@ def log_step(args, step, metrics, group, progress):
     append_line(args, "metrics.jsonl", {"step": step} | metrics)
     wandb.log({"step": step} | metrics)
     progress.set_postfix({name: metrics[name] for name in ("reward/mean", "loss/mean") if name in metrics})
-    progress.update(step > 0)
+    progress.update() if step > 0 else progress.unpause()
     found = [f"{name[5:]} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/")]
     if group is not None:
         append_line(args, "samples.jsonl", {"step": step} | group)

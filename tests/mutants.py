@@ -51,8 +51,8 @@ MUTANTS = r"""
 +     completion_mask = completion_mask.bool() & (completion_ids != 0)
       ids = torch.cat(
 # the entropy is at another temperature @ LOGPROBS
-- entropies = -(logprobs.exp() * logprobs).sum(-1)
-+ entropies = torch.distributions.Categorical(logits=logprobs * temperature).entropy()
+- -(known.exp() * known).sum(-1)
++ torch.distributions.Categorical(logits=known * temperature).entropy()
 # a token is predicted from its own position @ LOGPROBS
 - (mask.cumsum(1) - 2)[rows, prompt_ids.shape[1] + columns]
 + (mask.cumsum(1) - 1)[rows, prompt_ids.shape[1] + columns]
@@ -84,7 +84,7 @@ MUTANTS = r"""
 +     log_ratio = logprobs.where(mask, 0.0) - old_logprobs
 ! test_logprobs.py::test_logprobs_are_those_of_trl
 # logits are not divided by the temperature @ LOGPROBS
-- (logits / temperature).log_softmax(-1)
+- (logits if temperature == 1 else logits / temperature).log_softmax(-1)
 + logits.log_softmax(-1)
 ! test_gradients.py::test_accumulated_gradient_is_that_of_the_mean_loss / ONLINE
 ! test_ppo.py::test_accumulated_gradient_is_that_of_both_losses
@@ -101,11 +101,11 @@ MUTANTS = r"""
 + result, _ = policy(*inputs, 1.0)
 ! test_logprobs.py::test_entropies_are_those_of_others
 # the entropy is minus the log-probability of the sampled token @ LOGPROBS
-- entropies = -(logprobs.exp() * logprobs).sum(-1)
-+ entropies = -logprobs.gather(1, targets.unsqueeze(1)).squeeze(1)
+- -(known.exp() * known).sum(-1)
++ -known.gather(1, targets.unsqueeze(1)).squeeze(1)
 # entropies are 0 @ LOGPROBS
-- entropies = -(logprobs.exp() * logprobs).sum(-1)
-+ entropies = 0.0 * logprobs.exp().sum(-1)
+- -(known.exp() * known).sum(-1)
++ 0.0 * known.exp().sum(-1)
 ! test_logprobs.py::test_neither_ids_at_padding_nor_the_type_of_masks_matter_and_inputs_stay_as_they_are
 # prompts stay padded on the left, without attention mask or position ids @ LOGPROBS
 - order = (~mask).long().argsort(dim=1, stable=True)[:, : mask.sum(1).max()]

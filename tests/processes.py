@@ -1,5 +1,6 @@
 """Real processes without the seconds of importing torch: forked from one server that has imported every script."""
 
+import faulthandler
 import multiprocessing
 import os
 import sys
@@ -78,17 +79,18 @@ def run_on_ranks(file, *argv, **environment):
     code = f"import runpy; runpy.run_path({str(ROOT / 'tests' / file)!r}, run_name='__main__')"
     ranks = Ranks(code, [file, *argv], CUDA_VISIBLE_DEVICES="", **environment)
     output, _ = ranks.communicate()
-    assert ranks.returncode == 0, output[-4000:]
+    assert ranks.returncode == 0, f"{[rank.returncode for rank in ranks.forked]} {output[-4000:]}"
 
 
 def execute(code, argv, environment, folder, log):
     """What the process does."""
-    os.environ |= environment
-    os.chdir(folder)
-    sys.argv = argv
     with open(log, "ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    faulthandler.enable()  # a signal without a word says where it came
+    os.environ |= environment
+    os.chdir(folder)
+    sys.argv = argv
     try:
         exec(compile(code, argv[0], "exec"), {"__name__": "__main__"})
     finally:

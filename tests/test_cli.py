@@ -223,8 +223,9 @@ def test_every_flag_has_one_line_of_ascii_help_and_states_both_defaults(script):
             assert "(embedded: none; real: asks for steps and a boxed answer)" in help_lines[name]
             assert values[0] == "" and "step by step" in values[1] and "\\boxed{}" in values[1]
         else:
-            stated = re.search(r"\(embedded: (\S+); real: ([^,)\s]+)", help_lines[name])
-            assert tuple(map(float, stated.groups())) == values
+            stated = re.search(r"\(embedded: (\S+); real: ([^,)\s]+)|\((\d+)\)", help_lines[name])
+            one, other, both = (number and float(number) for number in stated.groups())
+            assert values == ((both, both) if both else (one, other))
 
 
 # Scripts are run one after the other in one process: importing torch is most of the time.

@@ -19,6 +19,7 @@ import grpo
 sys.path.append(str(ROOT / "examples"))
 SCORE = grpo.score_completions
 format_reward = importlib.import_module("format_reward")  # which assigns its own
+one_sentence = importlib.import_module("one_sentence")
 grpo.score_completions = SCORE
 
 SETTINGS = {"DATASET": "sums", "EVAL_PROMPTS": "4", "PROMPTS": "8", "SAMPLES": "4", "ROUNDS": "2", "STEPS": "2"}
@@ -223,3 +224,33 @@ def test_its_runs_log_accuracy_by_the_rule_and_go_on_with_it_alone():
         form = [format_reward.has_format(sample["completion"]) for sample in own]
         assert line["eval/accuracy"] == sum(right) / 4
         assert line["eval/reward"] == pytest.approx((0.8 * sum(right) + 0.2 * sum(form)) / 4)
+
+
+# ---- one sentence
+
+SENTENCES = {
+    "It is late because the train stood still.": 3,
+    "It's late, because 1,000 trains stood.": 3,
+    '"Late, because of snow!"': 3,
+    "It is late. Because the train stood still.": 2,
+    "it is late because the train stood still.": 2,
+    "It is late because the train stood still": 2,
+    "It is late because the train stood still and nobody of all who waited knew why it did.": 2,
+    "It is late.": 2,
+    "Late\nbecause of snow.": 2,
+    "": 0,
+}
+
+
+@pytest.mark.usefixtures("alone")
+def test_one_sentence_with_a_word_in_it(capsys):
+    assert [sum(one_sentence.checks(text)) for text in SENTENCES] == [*SENTENCES.values()]
+    rewards = one_sentence.score_completions([*SENTENCES], [{}] * len(SENTENCES))
+    assert rewards == [1.0 if met == 3 else met / 9 for met in SENTENCES.values()]
+    assert "0.300 of 10 completions meet all three" in capsys.readouterr().out
+
+
+def test_its_task_is_its_data_and_its_instruction():
+    given = grpo.tyro.cli(grpo.Args, args=["--seed", "2"], default=grpo.Args(**one_sentence.TASK))
+    assert given.seed == 2 and Path(given.dataset, "test.jsonl").exists()
+    assert str(one_sentence.MOST) in given.system_prompt and one_sentence.WORD in given.system_prompt

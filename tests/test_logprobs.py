@@ -77,18 +77,21 @@ def test_entropies_are_those_of_others(identity_head, peer):
     assert not entropies.requires_grad
 
 
-def test_chunks_of_the_head_equal_all_logits_at_once():
-    """With 2^16 ids a chunk is 256 tokens: 257 tokens are a whole chunk and the rest."""
+@pytest.mark.parametrize("num_tokens, calls", [(512, 1), (513, 4)])
+def test_chunks_of_the_head_equal_all_logits_at_once(num_tokens, calls):
+    """With 2^16 ids a chunk is 512 tokens: of 513 there are a whole one and the rest, both computed anew."""
     model = build_model("llama", vocab_size=2**16, dtype=torch.float32)
-    weight = model.get_output_embeddings().weight
+    called, weight = [], model.get_output_embeddings().weight
+    model.get_output_embeddings().register_forward_hook(lambda *_: called.append(1))
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(257, 16, generator=generator).requires_grad_()
-    targets = torch.randint(2**16, (257,), generator=generator)
+    hidden = torch.randn(num_tokens, 16, generator=generator).requires_grad_()
+    targets = torch.randint(2**16, (num_tokens,), generator=generator)
     logprobs, entropies = grpo.head_logprobs(model, hidden, targets, 0.7)
     gradients = torch.autograd.grad(logprobs.sum(), (hidden, weight))
+    assert len(called) == calls
 
     distributions = (hidden @ weight.T / 0.7).log_softmax(-1)
-    expected_logprobs = distributions[range(257), targets]
+    expected_logprobs = distributions[range(num_tokens), targets]
     expected_entropies = -(distributions.exp() * distributions).sum(-1)
     expected = torch.autograd.grad(expected_logprobs.sum(), (hidden, weight))
     torch.testing.assert_close((logprobs, entropies), (expected_logprobs, expected_entropies), rtol=1e-4, atol=1e-5)

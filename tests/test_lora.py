@@ -78,7 +78,7 @@ def test_the_reference_is_the_model_without_adapters_to_the_last_bit(precision, 
         model = with_adapters(dtype=torch.float32, moved=moved)
         with monkeypatch.context() as patch:
             patch.setattr(grpo.dist, "get_world_size", lambda: ranks)  # sharded as on so many, on one
-            patch.setattr(grpo, "init_device_mesh", lambda kind, _: init_device_mesh(kind, (1,)))
+            patch.setattr(grpo.dist, "init_device_mesh", lambda kind, _: init_device_mesh(kind, (1,)))
             policy = grpo.shard(grpo.LogprobModel(model), CPU, precision)
         ref = partial(policy, adapters=False)
         found[moved] = [grpo.lookup_logprobs(which, batch, rows, 999, 0.7) for which in (policy, ref, policy)]

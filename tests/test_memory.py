@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("alone")
 @pytest.fixture(autouse=True)
 def cpu_chunks(monkeypatch):
     """The chunks of the LM head are smaller on a CPU."""
-    monkeypatch.setattr(memory, "CHUNK", 2**24 * 4)
+    monkeypatch.setattr(memory, "CHUNK", 2**25 * 4)
 
 
 def make_config(hidden=64, inner=256, layers=4, vocab=300, tied=True, shared=1):

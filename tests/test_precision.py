@@ -91,7 +91,7 @@ def test_ranks_add_their_gradients_in_float32(monkeypatch):
 def test_nothing_stays_gathered_after_a_forward_pass_without_gradient(trained, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(grpo.dist, "get_world_size", lambda: 2)  # sharded as on two, on one
-        patch.setattr(grpo, "init_device_mesh", lambda kind, _: init_device_mesh(kind, (1,)))
+        patch.setattr(grpo.dist, "init_device_mesh", lambda kind, _: init_device_mesh(kind, (1,)))
         policy = grpo.shard(grpo.LogprobModel(make_model().requires_grad_(trained)), CPU, "float32")
     batch = make_batch(make_model())
     with torch.no_grad():

@@ -2,11 +2,14 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import time
+from functools import partial
 
 import pytest
 import torch
@@ -293,3 +296,29 @@ def test_an_error_in_a_tool_names_its_line(tokenizer, monkeypatch):
     monkeypatch.setattr(grpo_tools, "tool_fn", broken)
     with pytest.warns(UserWarning, match=f"(?s)tool_fn failed with IndexError.*{__file__}.*in broken"):
         assert grpo_tools.ask_tool([3, 4], tokenizer, 9) == []
+
+
+# ---- what a user sees of a step that takes long
+
+
+def test_bars_within_a_step_and_a_rate_without_the_first_evaluation(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(grpo, "BAR", partial(grpo.BAR, delay=0, mininterval=0))
+    evaluate = grpo.evaluate
+    monkeypatch.setattr(grpo, "evaluate", lambda *given: (time.sleep(3 * (given[5] == 0)), evaluate(*given))[1])
+    grpo.main(run_args(tmp_path, num_steps=1, eval_prompts=4))
+    shown = capsys.readouterr().err
+    assert re.search(r"tokens: +\d+%", shown) and re.search(r"passes: +\d+%", shown)
+    minutes, seconds = map(int, re.findall(r" 1/1 \[(\d+):(\d+)<", shown)[-1])
+    assert minutes * 60 + seconds < 3
+
+
+def test_whoever_stops_does_not_wait_for_an_evaluation(tmp_path, monkeypatch):
+    evaluated, evaluate, score = [], grpo.evaluate, grpo.score_completions
+    stop = [lambda: None, lambda: os.kill(os.getpid(), signal.SIGINT)]
+    monkeypatch.setattr(grpo, "evaluate", lambda *given: (evaluated.append(given[5]), evaluate(*given))[1])
+    monkeypatch.setattr(grpo, "score_completions", lambda *given: (stop.pop(0)() if stop else None, score(*given))[1])
+    with pytest.raises(SystemExit, match="^130$"):
+        grpo.main(run_args(tmp_path, num_steps=4, eval_prompts=4, eval_every=1))
+    assert evaluated == [0] and [line["step"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [0, 1]
+    grpo.main(grpo.Args(resume=str(tmp_path / "run"), num_steps=2))
+    assert evaluated == [0, 2]

@@ -66,13 +66,14 @@ def agree(batch, model, temperature=1.5):
 
 
 # {text: what the calculator says after it}; from "So" on as real models write
-REPLIES = {SUM: "46", "<think>12+34=46;46+8=": "54"} | dict.fromkeys(("12+34=", SUM + "4", "<think>1+2+3=", ""), "")
+REPLIES = {SUM: "46", "12+34=": "46", "<think>12+34=46;46+8=": "54"}
+REPLIES |= dict.fromkeys(("…12+34=", SUM + "4", "<think>1+2+3=", ""), "")
 REPLIES |= {"<think>1+" + "9" * 10 + "=": "", "So 12 + 34 =": " 46", "So 12 + 34 = ": "46", "1. In May: 48/2=": "24"}
 REPLIES |= {"- 48 - 50 =": " -2", r"and $48 \times 2 =": " 96", r"so \(48 \cdot 2=": "96", "is $48 ÷ 2 =": " 24"}
 REPLIES |= {"is **72 − 48 =": " 24", r"pay \$1,200 * \$1.50 =": " 1800", r"x &= 24 × 2 =": " 48"}
 REPLIES |= {"about 10 / 4 =": " 2.5", "about 10 / 3 =": " 3.3333"}
 REPLIES |= dict.fromkeys(("never 10 / 0 =", "never 10 / 0.00 =", "x + 12 + 34 =", "(1 + 2) * 3 + 4 =", "x^2 + 3 ="), "")
-REPLIES |= dict.fromkeys(("It is 12 + 34", "He has 12 ="), "")
+REPLIES |= dict.fromkeys(("It is 12 + 34", "He has 12 =", "It is -12 + 34 ="), "")
 
 
 @pytest.mark.parametrize("text, reply", REPLIES.items())
@@ -209,7 +210,8 @@ def test_endless_replies_are_cut(monkeypatch):
     assert batch["truncated"].all()
     assert batch["action_mask"].tolist() == [([1] + [0] * 5) * 4] * 8
     assert {text.count("«11111»") for text in spell(batch, tokenizer)} == {4}
-    assert max(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in asked) <= 5  # a window, no more
+    cut = [text[1:] for text in asked if text[0] == "…"]  # a window, no more, and said to be the end of more
+    assert max(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in cut) == 5
 
 
 def test_nothing_said_is_none_too(monkeypatch):

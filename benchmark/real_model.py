@@ -1,0 +1,458 @@
+"""Every script on a real language model: models/smollm2 on word problems and on pairs of manners, on two cores.
+
+    python benchmark/real_model.py                              every run that benchmark/results/real_model.csv lacks
+    python benchmark/real_model.py --runs grpo dapo --seeds 1   these, and first what they begin from
+    python benchmark/real_model.py --show                       the commands
+    python benchmark/real_model.py --page                       docs/real_model.md's tables and picture, of the csv
+
+Two runs at a time, a core each. A run is a folder runs/real_model/NAME_SEED; what was cut short goes on. The csv has
+every step that was logged; of a trained model that was looked at on other data a row with the name of these data; and
+of every run a row "whole" with its minutes and GiB. A greedy completion of each is in real_model_samples.jsonl.
+"""
+
+import csv
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from statistics import mean
+from threading import Lock
+
+import matplotlib.pyplot as plt
+import torch
+import tyro
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import grpo  # noqa: E402
+
+FOLDER, RESULTS = Path("runs", "real_model"), ROOT / "benchmark" / "results"
+RESULT, SAMPLES = RESULTS / "real_model.csv", RESULTS / "real_model_samples.jsonl"
+PAGE, PICTURES = ROOT / "docs" / "real_model.md", ROOT / "docs" / "pictures"
+MODEL, MAWPS, SVAMP, MANNERS = "models/smollm2", "data/word_problems/mawps", "data/word_problems/svamp", "data/manners"
+BOXED = r"Reason step by step, and put your final answer within \boxed{}."
+WORDS = "--max-completion-length 48 --eval-prompts 0 --num-steps 16 --learning-rate 1e-5"
+PAIRS = f"--dataset {MANNERS} --max-prompt-length 128 --max-completion-length 96 --eval-prompts 100 --minibatch-size 32"
+ON_WORDS = {"MAWPS": MAWPS, "SVAMP": SVAMP}
+
+
+@dataclass
+class Run:
+    """A script, its flags, the run whose checkpoint is its --model, and the data its own is looked at with."""
+
+    script: str
+    flags: str
+    base: str = ""
+    looks: tuple = ()
+    system_prompt: str = ""
+    reward_model: str = ""
+
+
+def on_words(script, flags="", data=MAWPS, looks=("MAWPS", "SVAMP")):
+    return Run(script, f"--dataset {data} {WORDS} {flags}", "sft", looks, BOXED)
+
+
+RUNS = {
+    "instruct": Run(
+        "grpo",
+        f"--dataset {MAWPS} --max-completion-length 48 --eval-prompts 0 --num-steps 3 --kl-coef 0",
+        "",
+        ("MAWPS",),
+        BOXED,
+    ),
+    "sft": Run(
+        "sft",
+        f"--dataset {MAWPS} --num-steps 24 --learning-rate 2e-4 --warmup-steps 3 --eval-every 8",
+        looks=("MAWPS", "SVAMP", "16 samples", "MAWPS, calculator", "SVAMP, calculator"),
+        system_prompt=BOXED,
+    ),
+    "reinforce": on_words("reinforce"),
+    "grpo": on_words("grpo", "--kl-coef 0", looks=("MAWPS", "SVAMP", "16 samples")),
+    "dr_grpo": on_words("dr_grpo"),
+    "dapo": on_words("dapo"),
+    "gspo": on_words("gspo"),
+    "cispo": on_words("cispo"),
+    "grpo_svamp": on_words("grpo", "--kl-coef 0", SVAMP, ("MAWPS", "SVAMP", "16 samples")),
+    "grpo_tools": on_words("grpo_tools", data=SVAMP),
+    "grpo_tools_both": on_words("grpo_tools", data="data/word_problems"),
+    "grpo_process": on_words("grpo_process", "--kl-coef 0"),
+    "reward_model": Run("reward_model", f"{PAIRS} --num-steps 30 --learning-rate 5e-5 --eval-every 10"),
+    "dpo": Run("dpo", f"{PAIRS} --num-steps 30 --learning-rate 1e-5 --warmup-steps 3 --eval-every 10"),
+    "ppo_rlhf": Run(
+        "ppo_rlhf",
+        f"--dataset {MANNERS} --max-prompt-length 128 --max-completion-length 64 --eval-prompts 64 --minibatch-size 32 "
+        "--num-steps 12 --prompts-per-step 64 --update-epochs 2 --learning-rate 1e-5 --value-learning-rate 3e-5 "
+        "--eval-every 12",
+        reward_model="reward_model",
+    ),
+    "one_sentence": Run(
+        "examples/one_sentence",
+        "--num-steps 20 --learning-rate 1e-5 --kl-coef 0 --eval-every 10 --max-completion-length 48",
+    ),
+}
+
+
+def folder_of(name, seed):
+    return FOLDER / f"{name}_{seed}"
+
+
+def command_of(name, seed, look=""):
+    """What is run, as a list; a look is an evaluation of the run's checkpoint, by the run's script where it samples."""
+    run = RUNS[name]
+    if look:
+        data, _, calculator = look.partition(", ")
+        script = "grpo_tools" if calculator else "grpo" if run.script == "sft" else run.script
+        flags = ["--model", folder_of(name, seed) / "checkpoint", "--dataset", ON_WORDS.get(data), "--num-steps", 0]
+        flags += ["--eval-prompts", 150, "--max-completion-length", 48]
+    else:
+        script = run.script
+        flags = ["--model", folder_of(run.base, seed) / "checkpoint" if run.base else MODEL, *run.flags.split()]
+        flags += ["--reward-model", folder_of(run.reward_model, seed) / "checkpoint"] if run.reward_model else []
+    flags += ["--system-prompt", run.system_prompt] if run.system_prompt else []
+    if look == "16 samples":
+        return [
+            "python",
+            "benchmark/real_model.py",
+            "--pass-at",
+            str(folder_of(name, seed) / "checkpoint"),
+            "--seeds",
+            str(seed),
+        ]
+    target = folder_of(f"{name}_on_{look}".replace(", ", "_") if look else name, seed)
+    return [
+        "python",
+        f"{script}.py",
+        *map(str, flags),
+        "--precision",
+        "bfloat16",
+        "--seed",
+        str(seed),
+        "--run-dir",
+        str(target),
+    ]
+
+
+def execute(command, threads):
+    """Run a command to its end; return minutes and GiB at most."""
+    folder, begun = Path(command[-1]), time.time()
+    if [*folder.glob("state/[0-9]*")]:
+        command = [*command[:2], "--resume", str(folder)]
+    elif folder.exists():
+        shutil.rmtree(folder)
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with open(f"{folder}.log", "a") as log:
+        process = subprocess.Popen([sys.executable, *command[1:]], cwd=ROOT, env=environment, stdout=log, stderr=log)
+        _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(f"{shlex.join(command)}: see {folder}.log")
+    return (time.time() - begun) / 60, usage.ru_maxrss / 2**20
+
+
+def read_jsonl(path):
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def one(name, seed, threads):
+    """A run with its looks, less what the csv has: rows of the csv, and completions of evaluations."""
+    key, folder = {"run": name, "seed": seed}, folder_of(name, seed)
+    rows = [row for row in read_csv() if key.items() <= row.items()]
+    samples = [line for line in read_jsonl(SAMPLES) if key.items() <= line.items()]
+    if "whole" not in looks_of(rows):
+        minutes, gib = execute(command_of(name, seed), threads)
+        (folder / "trained").touch()  # others may begin from it
+        steps = read_jsonl(folder / "metrics.jsonl")
+        rows = [key | {metric: value * 1 for metric, value in line.items()} for line in steps]  # of False 0
+        rows.append(key | {"look": "whole", "step": steps[-1]["step"], "minutes": minutes, "gib": gib})
+        evaluated = read_jsonl(folder / "eval_samples.jsonl")
+        samples = [key | line for line in evaluated[:3] + evaluated[-3:]]
+    for look in [look for look in RUNS[name].looks if look not in looks_of(rows)]:
+        command = command_of(name, seed, look)
+        if look == "16 samples":
+            options = {"cwd": ROOT, "stdout": subprocess.PIPE, "text": True, "check": True}
+            output = subprocess.run([sys.executable, *command[1:]], **options).stdout
+            found = json.loads(output.splitlines()[-1])
+        else:
+            execute(command, threads)
+            lines = read_jsonl(Path(command[-1], "eval_samples.jsonl"))
+            found = read_jsonl(Path(command[-1], "metrics.jsonl"))[0] | count_equations(lines)
+            samples += [key | {"look": look} | line for line in lines[:3]]
+        rows.append(key | {"look": look} | found)
+    return rows, samples
+
+
+def count_equations(lines):
+    """Of the equations in greedy completions: how many are true, and how many have each operation."""
+    found = [re.findall(r"([\d.]+) ([-+*/]) ([\d.]+) = (-?[\d.]+)", line["completion"]) for line in lines]
+    true, operations = 0, Counter(operation for equations in found for _, operation, _, _ in equations)
+    for a, operation, b, c in (equation for equations in found for equation in equations):
+        with suppress(ValueError, ZeroDivisionError):
+            a, b, c = float(a), float(b), float(c)
+            true += abs({"+": a + b, "-": a - b, "*": a * b, "/": a / b if b else math.inf}[operation] - c) < 1e-3
+    names = {"+": "sums", "-": "differences", "*": "products", "/": "quotients"}
+    shares = {f"equations/{name}": operations[sign] / operations.total() for sign, name in names.items()}
+    return {"equations/true": true / operations.total()} | shares if operations else {}
+
+
+def looks_of(rows):
+    return {row["look"] for row in rows if "look" in row}
+
+
+def pass_at(checkpoint, seed, num_prompts=100, num_samples=16):
+    """{"eval/pass@k": of that many samples a prompt}, without bias (Chen et al. 2021, eq. 1)."""
+    _, _, device = grpo.init_ranks()
+    tokenizer = grpo.load_tokenizer(checkpoint)
+    model, stop_ids = grpo.load_model(checkpoint, tokenizer)
+    _, prompts, _ = grpo.load_prompts(str(ROOT / MAWPS), tokenizer, BOXED, 160, num_prompts)
+    policy = grpo.shard(grpo.LogprobModel(model), device, "bfloat16")
+    torch.manual_seed(seed)
+    args = grpo.Args(max_completion_length=48)
+    with grpo.gathered(policy) as sampler:
+        batch, _ = grpo.rollout(sampler, tokenizer, prompts, num_samples, 1.0, stop_ids, args)
+    right = batch["rewards"].view(-1, num_samples).sum(1).tolist()
+    wrong = {
+        k: [math.comb(num_samples - int(n), k) / math.comb(num_samples, k) for n in right] for k in (1, 2, 4, 8, 16)
+    }
+    return {"step": 0} | {f"eval/pass@{k}": 1 - mean(values) for k, values in wrong.items()}
+
+
+def read_csv():
+    """The rows of the csv, with numbers as numbers; what a row does not have is left out."""
+    if not RESULT.exists():
+        return []
+    with open(RESULT, newline="") as file:
+        rows = [{key: value for key, value in row.items() if value != ""} for row in csv.DictReader(file)]
+    return [{key: value if key in ("run", "look") else float(value) for key, value in row.items()} for row in rows]
+
+
+def write(rows, samples):
+    """Put the rows of a run into the csv, and its samples beside it, in place of those it had."""
+    ours = rows[0]["run"], rows[0]["seed"]
+    order = [*RUNS].index
+    for path, new, old in ((RESULT, rows, read_csv()), (SAMPLES, samples, read_jsonl(SAMPLES))):
+        kept = [row for row in old if (row["run"], row["seed"]) != ours] + new
+        kept.sort(key=lambda row: (order(row["run"]), row["seed"]))
+        if path is SAMPLES:
+            path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+            continue
+        names = list(dict.fromkeys(["run", "seed", "look", "step", *(name for row in kept for name in row)]))
+        with open(path, "w", newline="") as file:
+            writer = csv.DictWriter(file, names, lineterminator="\n")
+            writer.writeheader()
+            for row in kept:
+                writer.writerow(
+                    {key: f"{value:.6g}" if isinstance(value, float) else value for key, value in row.items()}
+                )
+
+
+def make(jobs, together):
+    """Run the jobs, each after those it begins from, so many at a time."""
+    pool, futures, lock = ThreadPoolExecutor(together), {}, Lock()
+
+    def job(name, seed):
+        for base in {(base, seed) for base in (RUNS[name].base, RUNS[name].reward_model)} & {*futures}:
+            while not (folder_of(*base) / "trained").exists() and not futures[base].done():
+                time.sleep(1)
+        print(f"{datetime.now():%H:%M} {name} {seed}", flush=True)
+        rows, samples = one(name, seed, 2 // together)
+        with lock:
+            write(rows, samples)
+        shutil.rmtree(folder_of(name, seed) / "state", ignore_errors=True)  # 1.6 GB
+        print(f"{datetime.now():%H:%M} {name} {seed}: done", flush=True)
+
+    for name, seed in jobs:
+        futures[name, seed] = pool.submit(job, name, seed)
+    pool.shutdown()
+    for (name, seed), future in futures.items():
+        if future.exception():
+            print(f"{name} {seed}: {future.exception()}")
+
+
+def over_seeds(values, before=None):
+    """A mean with the half of its range over seeds, after that of before."""
+    text = f"{mean(values):.3f}" + (f" ± {(max(values) - min(values)) / 2:.3f}" if len(values) > 1 else "")
+    return text if before is None else f"{mean(before):.3f} -> {text}"
+
+
+def table(head, rows):
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def cost(rows, name):
+    whole = [row for row in rows if row["run"] == name and row.get("look") == "whole"]
+    return [len(whole), f"{max(row['minutes'] for row in whole):.0f}", f"{max(row['gib'] for row in whole):.1f}"]
+
+
+TITLES = {"instruct": "as it comes", "grpo_svamp": "`grpo.py` on SVAMP", "grpo_tools": "`grpo_tools.py` on SVAMP"}
+TITLES["grpo_tools_both"] = "`grpo_tools.py` on both"
+METRICS = {"eval/accuracy": "right", "eval/pass@1": "pass@1", "eval/pass@4": "pass@4", "equations/true": "equations"}
+
+
+def words_table(rows):
+    """What held-out problems say of each run that was looked at, of `sft.py` also with the calculator."""
+    lines = []
+    for name in RUNS:
+        for suffix in ("", ", calculator"):
+            own = [row for row in rows if row["run"] == name]
+            looks = {data: [row for row in own if row.get("look") == data + suffix] for data in ON_WORDS}
+            if any(looks.values()):
+                title = TITLES.get(name, f"`{name}.py`") + suffix
+                found = [[row[m] for row in looks[data] if m in row] for data in ON_WORDS for m in METRICS]
+                lines.append([title, *(over_seeds(values) if values else "" for values in found), *cost(rows, name)])
+    head = [f"{data} {title}" if title == "right" else title for data in ON_WORDS for title in METRICS.values()]
+    return table(["", *head, "seeds", "minutes", "GiB"], lines)
+
+
+def samples_table(rows):
+    """pass@k before and after grpo.py."""
+    names = {"sft": "after `sft.py`", "grpo": "after `grpo.py`"}
+    looks = {name: [row for row in rows if row["run"] == name and row.get("look") == "16 samples"] for name in names}
+    ks = (1, 2, 4, 8, 16)
+    lines = [
+        [names[name], *(over_seeds([row[f"eval/pass@{k}"] for row in found]) for k in ks)]
+        for name, found in looks.items()
+        if found
+    ]
+    return table(["", *(f"pass@{k}" for k in ks)], lines)
+
+
+def evaluations_table(rows):
+    """What the evaluations of a run itself say, first and last."""
+    lines = []
+    for name in ("sft", "reward_model", "dpo", "ppo_rlhf", "one_sentence"):
+        own = [row for row in rows if row["run"] == name and "look" not in row]
+        for metric in dict.fromkeys(key for row in own for key in row if key.startswith("eval/")):
+            by_seed = {}
+            for row in own:
+                if metric in row:
+                    by_seed.setdefault(row["seed"], []).append(row[metric])
+            first, last = zip(*((values[0], values[-1]) for values in by_seed.values()))
+            lines.append([f"`{name}.py`", metric[5:], over_seeds(last, first), *cost(rows, name)])
+    return table(["", "held out", "before -> after", "seeds", "minutes", "GiB"], lines)
+
+
+def commands(_):
+    """The commands of one seed."""
+    lines = []
+    for name in RUNS:
+        first, *flags = shlex.join(command_of(name, 1)).split(" --")
+        lines.append(f"    {first}")
+        for flag in flags:
+            if len(lines[-1]) + len(flag) > 110:
+                lines[-1] += " \\"
+                lines.append("       ")
+            lines[-1] += f" --{flag}"
+    return "\n".join(lines)
+
+
+def completions(_):
+    """A greedy completion of the same held-out prompt by each."""
+    rows = read_jsonl(SAMPLES)
+    lines = []
+    for name in ("instruct", "sft", "grpo", "grpo_tools"):
+        found = [row for row in rows if row["run"] == name and row.get("look") == "MAWPS" and row["seed"] == 1]
+        lines += [
+            [TITLES.get(name, f"`{name}.py`"), " ".join(row["completion"].split())[:160], row["reward"]]
+            for row in found[:2]
+        ]
+    return table(["", "completion", "reward"], lines)
+
+
+def missing(rows):
+    """Which runs the csv does not have yet."""
+    seeds = {name: {int(row["seed"]) for row in rows if row["run"] == name} for name in RUNS}
+    absent = [
+        f"- `{name}`, seeds {', '.join(map(str, sorted({1, 2, 3} - own)))}"
+        for name, own in seeds.items()
+        if len(own) < 3
+    ]
+    return "\n".join(["Not run yet:", "", *absent] if absent else ["Every run has three seeds."])
+
+
+TABLES = {"missing": missing, "words": words_table, "samples": samples_table, "evaluations": evaluations_table}
+TABLES |= {"commands": commands, "completions": completions}
+
+
+def write_page(page, rows):
+    """The page with every table that it names."""
+    for name, make_table in TABLES.items():
+        before, mark, rest = page.partition(f"<!-- {name} -->\n")
+        if mark:
+            page = f"{before}{mark}\n{make_table(rows)}\n\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
+    return page
+
+
+def draw(rows):
+    """The reward of each step and the four around it, a mean over seeds."""
+    figure, axes = plt.subplots(figsize=(8, 4.5))
+    for name in [name for name in RUNS if name != "instruct"]:
+        found = {}
+        for row in rows:
+            if row["run"] == name and "look" not in row and "reward/mean" in row:
+                found.setdefault(row["step"], []).append(row["reward/mean"])
+        smooth = [mean(value for other in found if abs(other - step) <= 2 for value in found[other]) for step in found]
+        if found:
+            axes.plot([*found], smooth, label=TITLES.get(name, f"{name}.py").replace("`", ""))
+    axes.set(xlabel="step of 128 completions (dapo.py draws more)", ylabel="reward, mean of five steps")
+    axes.legend()
+    figure.savefig(PICTURES / "real_model.png", dpi=120, bbox_inches="tight")
+    plt.close(figure)
+
+
+@dataclass
+class Args:
+    """What to do; by default all that the csv lacks."""
+
+    runs: list[str] = field(default_factory=lambda: list(RUNS))
+    """rows of the page"""
+    seeds: list[int] = field(default_factory=lambda: [1, 2, 3])
+    """of each"""
+    together: int = 2
+    """runs at a time; two cores are shared among them"""
+    show: bool = False
+    """print the commands, run nothing"""
+    page: bool = False
+    """make tables and pictures of the csv, run nothing"""
+    pass_at: str | None = None
+    """print pass@k of a checkpoint"""
+
+
+def main(args):
+    os.chdir(ROOT)
+    if args.pass_at:
+        return print(json.dumps(pass_at(args.pass_at, args.seeds[0])))
+    rows, jobs = read_csv(), set()
+    for name in args.runs:
+        for seed in args.seeds:
+            done = looks_of(row for row in rows if (row["run"], row["seed"]) == (name, seed))
+            if args.show or not {"whole", *RUNS[name].looks} <= done:
+                jobs.add((name, seed))
+    for name, seed in list(jobs):
+        bases = {base for base in (RUNS[name].base, RUNS[name].reward_model) if base}
+        jobs |= {(base, seed) for base in bases if not (folder_of(base, seed) / "checkpoint").exists()}
+    order = [*(name for name in RUNS if name not in args.runs), *args.runs]  # what they begin from first
+    jobs = [(name, seed) for seed in args.seeds for name in order if (name, seed) in jobs]
+    if args.show:
+        commands = [command_of(name, seed, look) for name, seed in jobs for look in ("", *RUNS[name].looks)]
+        print(*map(shlex.join, commands), sep="\n")
+        return None
+    if not args.page:
+        make(jobs, args.together)
+    PAGE.write_text(write_page(PAGE.read_text(), read_csv()))
+    draw(read_csv())
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
