@@ -5,9 +5,10 @@
     python benchmark/real_model.py --show                       the commands
     python benchmark/real_model.py --page                       docs/real_model.md's tables and picture, of the csv
 
-Two runs at a time, a core each. A run is a folder runs/real_model/NAME_SEED; what was cut short goes on. The csv has
+Two runs at a time, a core each; one of these commands at a time, since each writes the csv. A run is a folder
+runs/real_model/NAME_SEED; what was cut short goes on, and its minutes are then those of the last part. The csv has
 every step that was logged; of a trained model that was looked at on other data a row with the name of these data; and
-of every run a row "whole" with its minutes and GiB. A greedy completion of each is in real_model_samples.jsonl.
+of every run a row "whole" with its minutes and GiB. Three completions of each look are in real_model_samples.jsonl.
 """
 
 import csv
