@@ -170,9 +170,10 @@ def one(name, seed, threads):
     key, folder = {"run": name, "seed": seed}, folder_of(name, seed)
     rows = [row for row in read_csv() if key.items() <= row.items()]
     samples = [line for line in read_jsonl(SAMPLES) if key.items() <= line.items()]
-    if "whole" not in looks_of(rows):
+    if not (folder / "trained").exists() or "whole" not in looks_of(rows):
         minutes, gib = execute(command_of(name, seed), threads)
         (folder / "trained").touch()  # others may begin from it
+    if "whole" not in looks_of(rows):  # else the run is made again for others to begin from
         steps = read_jsonl(folder / "metrics.jsonl")
         rows = [key | {metric: value * 1 for metric, value in line.items()} for line in steps]  # of False 0
         rows.append(key | {"look": "whole", "step": steps[-1]["step"], "minutes": minutes, "gib": gib})
@@ -440,11 +441,12 @@ def main(args):
             done = looks_of(row for row in rows if (row["run"], row["seed"]) == (name, seed))
             if args.show or not {"whole", *RUNS[name].looks} <= done:
                 jobs.add((name, seed))
+    bases = [name for name in RUNS if name in {base for run in RUNS.values() for base in (run.base, run.reward_model)}]
     for name, seed in list(jobs):
-        bases = {base for base in (RUNS[name].base, RUNS[name].reward_model) if base}
-        jobs |= {(base, seed) for base in bases if not (folder_of(base, seed) / "checkpoint").exists()}
-    order = [*(name for name in RUNS if name not in args.runs), *args.runs]  # what they begin from first
-    jobs = [(name, seed) for seed in args.seeds for name in order if (name, seed) in jobs]
+        own = {RUNS[name].base, RUNS[name].reward_model} - {""}
+        jobs |= {(base, seed) for base in own if not (folder_of(base, seed) / "checkpoint").exists()}
+    order = [*bases, *args.runs].index
+    jobs = sorted(jobs, key=lambda job: (job[0] not in bases, job[1], order(job[0])))  # what others begin from first
     if args.show:
         commands = [command_of(name, seed, look) for name, seed in jobs for look in ("", *RUNS[name].looks)]
         print(*map(shlex.join, commands), sep="\n")
