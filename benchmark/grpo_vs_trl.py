@@ -1,4 +1,4 @@
-"""grpo.py against TRL's GRPOTrainer with its transformers rollout (no vLLM), on CPU, in float32.
+"""grpo.py against TRL's GRPOTrainer with its transformers rollout (no vLLM), on CPU.
 
 Both sides train the same model on the same prompts with the same group size, lengths, learning rate, loss and number of
 optimizer steps, one process per side and repetition, alternating. Times are seconds per step, a step being one rollout
@@ -11,6 +11,12 @@ and its two optimizer steps; the first step of a process warms up and is not cou
 
     pip install -r benchmark/requirements.txt
     python benchmark/grpo_vs_trl.py
+    python benchmark/grpo_vs_trl.py --size real --out benchmark/results/grpo_vs_trl_real.json
+    python benchmark/grpo_vs_trl.py --size curves --out benchmark/results/grpo_vs_trl_curves.json
+
+The last two begin from `python benchmark/real_model.py --runs sft --seeds 1`, a model of 135 million parameters that
+was taught the form of its answers: "real" times it in float32 and in bfloat16, "curves" lets both sides learn for 20
+steps, side by side with a thread each, and draws docs/pictures/grpo_vs_trl.png.
 """
 
 import contextlib
@@ -25,6 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -61,22 +68,41 @@ SIZES = {
         "steps": 1,
     },
 }
+REAL = {
+    "model": "runs/real_model/sft_1/checkpoint",
+    "dataset": "data/word_problems/mawps",
+    "system_prompt": r"Reason step by step, and put your final answer within \boxed{}.",
+    "prompts_per_step": 8,
+    "group_size": 8,
+    "max_prompt_length": 160,
+    "max_completion_length": 48,
+    "minibatch_size": 32,
+    "learning_rate": 1e-5,
+    "warmup_steps": 0,
+    "microbatch_tokens": 2048,
+    "trl_batch_size": 16,  # about as many tokens
+    "repeats": 3,
+    "steps": 2,
+}
+SIZES |= {"real float32": REAL, "real bfloat16": REAL | {"precision": "bfloat16"}}
+SIZES |= {"curves": REAL | {"precision": "bfloat16", "repeats": 2, "steps": 19, "at_once": True}}
+CHOICES = {"both": ["embedded", "large"], "real": ["real float32", "real bfloat16"]}
 CLIP_EPS, KL_COEF, MAX_GRAD_NORM = 0.2, 0.04, 1.0
 VOCAB_SIZE, STOP_RATE = 32_000, 1 / 40  # of the large model
 
 
 @dataclass
 class Args:
-    size: Literal["embedded", "large", "both"] = "both"
-    """models/tiny on data/addition, or a random model of 58 M parameters"""
+    size: Literal["embedded", "large", "both", "real", "curves"] = "both"
+    """models/tiny on data/addition, a random model of 58 M parameters; one that was trained, of 135 M"""
     repeats: int | None = None
-    """processes per side (embedded: 3; large: 5)"""
+    """processes per side (embedded, real: 3; large: 5; curves: 2)"""
     steps: int | None = None
-    """timed steps per process (embedded: 10; large: 1)"""
+    """timed steps per process (embedded: 10; large: 1; real: 2; curves: 19)"""
     threads: int = os.cpu_count()
     """threads of either side"""
     trl_batch_size: int | None = None
-    """TRL's per_device_train_batch_size (embedded: 64; large: 8)"""
+    """TRL's per_device_train_batch_size (embedded: 64; large: 8; real: 16)"""
     out: str = str(ROOT / "benchmark" / "results" / "grpo_vs_trl.json")
     """result file"""
 
@@ -146,7 +172,7 @@ def load_grpo(size):
     return grpo
 
 
-# ---- the two sides: each returns a list of {rollout, update, length_mean}, peak GiB
+# ---- the two sides: each returns a list of {rollout, update, length_mean, reward_mean}, peak GiB
 
 
 def run_ours(job):
@@ -161,7 +187,8 @@ def run_ours(job):
             **{name: settings[name] for name in names},
             model=job["model"],
             dataset=job["dataset"],
-            system_prompt="",
+            system_prompt=settings.get("system_prompt", ""),
+            precision=settings.get("precision", "float32"),
             clip_eps=CLIP_EPS,
             kl_coef=KL_COEF,
             max_grad_norm=MAX_GRAD_NORM,
@@ -180,6 +207,7 @@ def run_ours(job):
                 "rollout": line["perf/rollout_seconds"],
                 "update": line["perf/logprob_seconds"] + line["perf/update_seconds"],
                 "length_mean": line["rollout/length_mean"],
+                "reward_mean": line["reward/mean"],
             }
         )
     return steps, peak_gib()
@@ -198,7 +226,7 @@ def run_trl(job):
     # Prompts as text, the chat template already applied: TRL then has the least to do in its rollout.
     texts = []
     for prompt in rows["prompt"]:
-        ids = grpo.encode_prompt(tokenizer, prompt, "")
+        ids = grpo.encode_prompt(tokenizer, prompt, settings.get("system_prompt", ""))
         texts.append(tokenizer.decode(ids) if tokenizer.chat_template else prompt)
         assert tokenizer(texts[-1])["input_ids"] == ids
     rows = rows.remove_columns("prompt").add_column("prompt", texts)
@@ -225,6 +253,7 @@ def run_trl(job):
             start = time.perf_counter()
             result = super()._calculate_rewards(*args)
             steps[-1]["rollout"] += time.perf_counter() - start
+            steps[-1]["reward_mean"] = result.mean().item()
             return result
 
     class StepEnd(transformers.TrainerCallback):
@@ -264,7 +293,7 @@ def run_trl(job):
             weight_decay=0.0,
             max_grad_norm=MAX_GRAD_NORM,
             use_cpu=True,
-            bf16=False,
+            bf16=settings.get("precision") == "bfloat16",
             gradient_checkpointing=False,
             save_strategy="no",
             logging_strategy="no",
@@ -324,9 +353,43 @@ def start_child(job, threads):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def summarize(size, runs):
+def take_turns(size, settings, repeat, folder, threads):
+    """Both sides once: one after the other, or at once with half of the threads each."""
+    if size == "large":
+        model, dataset = Path(folder, "model"), Path(folder, "data")
+    else:
+        model, dataset = ROOT / settings.get("model", "models/tiny"), ROOT / settings.get("dataset", "data/addition")
+    if not model.exists():
+        raise SystemExit(f"{model}: missing, python benchmark/real_model.py --runs sft --seeds 1 makes it")
+    job = {"folder": tempfile.mkdtemp(dir=folder), "size": size, "settings": settings, "steps": settings["steps"]}
+    job |= {"model": str(model), "dataset": str(dataset), "seed": repeat + 1}
+    at_once = settings.get("at_once", False)
+    with ThreadPoolExecutor(1 + at_once) as pool:
+        sides = ["ours", "trl"]
+        found = pool.map(lambda side: start_child(job | {"side": side}, threads // (1 + at_once)), sides)
+        for side, run in zip(sides, found):
+            yield {"side": side, "seed": repeat + 1, **run}
+
+
+def draw(runs):
+    """The reward of each step and the two before it, by side and seed."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4))
+    for run in runs:
+        rewards = [step["reward_mean"] for step in run["steps"]]
+        smooth = [statistics.mean(rewards[max(0, i - 2) : i + 1]) for i in range(len(rewards))]
+        name, color = {"ours": ("grpo.py", "tab:blue"), "trl": ("TRL", "tab:orange")}[run["side"]]
+        style = "-" if run["seed"] == 1 else "--"
+        axes.plot(range(1, len(smooth) + 1), smooth, style, color=color, label=f"{name}, seed {run['seed']}")
+    axes.set(xlabel="step of 64 completions", ylabel="reward, mean of three steps")
+    axes.legend()
+    figure.savefig(ROOT / "docs" / "pictures" / "grpo_vs_trl.png", dpi=120, bbox_inches="tight")
+
+
+def summarize(settings, runs):
     """Medians over the timed steps of all processes of a side, and ours / TRL's."""
-    completions = SIZES[size]["prompts_per_step"] * SIZES[size]["group_size"]
+    completions = settings["prompts_per_step"] * settings["group_size"]
     summary = {}
     for side in ("ours", "trl"):
         mine = [run for run in runs if run["side"] == side]
@@ -375,34 +438,26 @@ def main(args):
         "threads": args.threads,
         "results": {},
     }
-    out = Path(args.out)
+    out, sizes, runs = Path(args.out), CHOICES.get(args.size, [args.size]), {}
     out.parent.mkdir(parents=True, exist_ok=True)
-    for size in SIZES if args.size == "both" else [args.size]:
-        settings = dict(SIZES[size])
-        settings["repeats"] = args.repeats or settings["repeats"]
-        settings["steps"] = args.steps or settings["steps"]
-        settings["trl_batch_size"] = args.trl_batch_size or settings["trl_batch_size"]
-        runs = []
-        with tempfile.TemporaryDirectory() as folder:
-            job = {"folder": folder, "size": size, "settings": settings, "steps": settings["steps"]}
-            if size == "large":
-                start_child({"side": "make_large", "folder": folder}, args.threads)
-                job |= {"model": str(Path(folder) / "model"), "dataset": str(Path(folder) / "data")}
-            else:
-                job |= {"model": str(ROOT / "models" / "tiny"), "dataset": str(ROOT / "data" / "addition")}
-            for repeat in range(settings["repeats"]):
-                for side in ("ours", "trl"):
-                    start = time.perf_counter()
-                    run = start_child(job | {"side": side, "seed": repeat + 1}, args.threads)
-                    runs.append({"side": side, "seed": repeat + 1, **run})
+    given = {"repeats": args.repeats, "steps": args.steps, "trl_batch_size": args.trl_batch_size}
+    given = {name: value for name, value in given.items() if value}
+    settings = {size: SIZES[size] | given for size in sizes}
+    with tempfile.TemporaryDirectory() as folder:
+        if "large" in sizes:
+            start_child({"side": "make_large", "folder": folder}, args.threads)
+        for repeat in range(max(settings[size]["repeats"] for size in sizes)):
+            for size in [size for size in sizes if repeat < settings[size]["repeats"]]:
+                for run in take_turns(size, settings[size], repeat, folder, args.threads):
+                    runs.setdefault(size, []).append(run)
                     median = statistics.median(step["rollout"] + step["update"] for step in run["steps"][1:])
-                    print(
-                        f"{size} {repeat + 1}/{settings['repeats']} {side:4} {median:7.2f} s a step, "
-                        f"{run['peak_gib']:.2f} GiB, {time.perf_counter() - start:.0f} s in all",
-                        flush=True,
-                    )
-        report["results"][size] = {"settings": settings, "summary": summarize(size, runs), "runs": runs}
-        out.write_text(json.dumps(report, indent=1) + "\n")
+                    line = f"{size} {repeat + 1} {run['side']:4} {median:7.2f} s a step, {run['peak_gib']:.2f} GiB"
+                    print(line, flush=True)
+                found = {"settings": settings[size], "summary": summarize(settings[size], runs[size])}
+                report["results"][size] = found | {"runs": runs[size]}
+                out.write_text(json.dumps(report, indent=1) + "\n")
+    if "curves" in runs:
+        draw(runs["curves"])
     print(f"\n{table(report['results'])}")
 
 

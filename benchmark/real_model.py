@@ -43,7 +43,7 @@ RESULT, SAMPLES = RESULTS / "real_model.csv", RESULTS / "real_model_samples.json
 PAGE, PICTURES = ROOT / "docs" / "real_model.md", ROOT / "docs" / "pictures"
 MODEL, MAWPS, SVAMP, MANNERS = "models/smollm2", "data/word_problems/mawps", "data/word_problems/svamp", "data/manners"
 BOXED = r"Reason step by step, and put your final answer within \boxed{}."
-WORDS = "--max-completion-length 48 --eval-prompts 0 --num-steps 16 --learning-rate 1e-5"
+WORDS = "--max-completion-length 48 --eval-prompts 0 --num-steps 16"
 PAIRS = f"--dataset {MANNERS} --max-prompt-length 128 --max-completion-length 96 --eval-prompts 100 --minibatch-size 32"
 ON_WORDS = {"MAWPS": MAWPS, "SVAMP": SVAMP}
 
@@ -58,10 +58,13 @@ class Run:
     looks: tuple = ()
     system_prompt: str = ""
     reward_model: str = ""
+    precision: str = "bfloat16"
+    seeds: tuple = (1, 2, 3)
 
 
-def on_words(script, flags="", data=MAWPS, looks=("MAWPS", "SVAMP")):
-    return Run(script, f"--dataset {data} {WORDS} {flags}", "sft", looks, BOXED)
+def on_words(script, flags="", data=MAWPS, looks=("MAWPS", "SVAMP"), rate="1e-5", **options):
+    flags = f"--dataset {data} {WORDS} --learning-rate {rate} {flags}"
+    return Run(script, flags, "sft", looks, BOXED, **options)
 
 
 RUNS = {
@@ -88,6 +91,10 @@ RUNS = {
     "grpo_tools": on_words("grpo_tools", data=SVAMP),
     "grpo_tools_both": on_words("grpo_tools", data="data/word_problems"),
     "grpo_process": on_words("grpo_process", "--kl-coef 0"),
+    "grpo_1e-6": on_words("grpo", "--kl-coef 0", rate="1e-6", seeds=(1,)),
+    "grpo_3e-6": on_words("grpo", "--kl-coef 0", rate="3e-6", seeds=(1,)),
+    "grpo_3e-5": on_words("grpo", "--kl-coef 0", rate="3e-5", seeds=(1,)),
+    "grpo_float32": on_words("grpo", "--kl-coef 0", precision="float32", seeds=(1,)),
     "reward_model": Run("reward_model", f"{PAIRS} --num-steps 30 --learning-rate 5e-5 --eval-every 10"),
     "dpo": Run("dpo", f"{PAIRS} --num-steps 30 --learning-rate 1e-5 --warmup-steps 3 --eval-every 10"),
     "ppo_rlhf": Run(
@@ -136,7 +143,7 @@ def command_of(name, seed, look=""):
         f"{script}.py",
         *map(str, flags),
         "--precision",
-        "bfloat16",
+        run.precision,
         "--seed",
         str(seed),
         "--run-dir",
@@ -298,8 +305,13 @@ def cost(rows, name):
 
 
 TITLES = {"instruct": "as it comes", "grpo_svamp": "`grpo.py` on SVAMP", "grpo_tools": "`grpo_tools.py` on SVAMP"}
-TITLES["grpo_tools_both"] = "`grpo_tools.py` on both"
+TITLES |= {"grpo_tools_both": "`grpo_tools.py` on both", "grpo_float32": "`grpo.py` in float32"}
+TITLES |= {f"grpo_{rate}": f"`grpo.py` at {rate}" for rate in ("1e-6", "3e-6", "3e-5")}
 METRICS = {"eval/accuracy": "right", "eval/pass@1": "pass@1", "eval/pass@4": "pass@4", "equations/true": "equations"}
+
+
+def title_of(name):
+    return TITLES.get(name, f"`{name}.py`")
 
 
 def words_table(rows):
@@ -310,7 +322,7 @@ def words_table(rows):
             own = [row for row in rows if row["run"] == name]
             looks = {data: [row for row in own if row.get("look") == data + suffix] for data in ON_WORDS}
             if any(looks.values()):
-                title = TITLES.get(name, f"`{name}.py`") + suffix
+                title = title_of(name) + suffix
                 found = [[row[m] for row in looks[data] if m in row] for data in ON_WORDS for m in METRICS]
                 lines.append([title, *(over_seeds(values) if values else "" for values in found), *cost(rows, name)])
     head = [f"{data} {title}" if title == "right" else title for data in ON_WORDS for title in METRICS.values()]
@@ -366,7 +378,7 @@ def completions(_):
     for name in ("instruct", "sft", "grpo", "grpo_tools"):
         found = [row for row in rows if row["run"] == name and row.get("look") == "MAWPS" and row["seed"] == 1]
         lines += [
-            [TITLES.get(name, f"`{name}.py`"), " ".join(row["completion"].split())[:160], row["reward"]]
+            [title_of(name), " ".join(row["completion"].split())[:160], row["reward"]]
             for row in found[:2]
         ]
     return table(["", "completion", "reward"], lines)
@@ -375,12 +387,9 @@ def completions(_):
 def missing(rows):
     """Which runs the csv does not have yet."""
     seeds = {name: {int(row["seed"]) for row in rows if row["run"] == name} for name in RUNS}
-    absent = [
-        f"- `{name}`, seeds {', '.join(map(str, sorted({1, 2, 3} - own)))}"
-        for name, own in seeds.items()
-        if len(own) < 3
-    ]
-    return "\n".join(["Not run yet:", "", *absent] if absent else ["Every run has three seeds."])
+    absent = {name: sorted({*RUNS[name].seeds} - own) for name, own in seeds.items()}
+    lines = [f"- `{name}`, seeds {', '.join(map(str, left))}" for name, left in absent.items() if left]
+    return "\n".join(["Not run yet:", "", *lines] if lines else ["Nothing is left to run."])
 
 
 TABLES = {"missing": missing, "words": words_table, "samples": samples_table, "evaluations": evaluations_table}
@@ -396,20 +405,30 @@ def write_page(page, rows):
     return page
 
 
+ON_MAWPS = ("reinforce", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "grpo_process")
+PANELS = {
+    "MAWPS": ON_MAWPS,
+    "grpo.py, by rate": ("grpo_1e-6", "grpo_3e-6", "grpo", "grpo_3e-5", "grpo_float32"),
+    "other problems, other rewards": ("grpo_svamp", "grpo_tools", "grpo_tools_both", "one_sentence"),
+}
+
+
 def draw(rows):
     """The reward of each step and the four around it, a mean over seeds."""
-    figure, axes = plt.subplots(figsize=(8, 4.5))
-    for name in [name for name in RUNS if name != "instruct"]:
-        found = {}
-        for row in rows:
-            if row["run"] == name and "look" not in row and "reward/mean" in row:
-                found.setdefault(row["step"], []).append(row["reward/mean"])
-        smooth = [mean(value for other in found if abs(other - step) <= 2 for value in found[other]) for step in found]
-        if found:
-            axes.plot([*found], smooth, label=TITLES.get(name, f"{name}.py").replace("`", ""))
-    axes.set(xlabel="step of 128 completions (dapo.py draws more)", ylabel="reward, mean of five steps")
-    axes.legend()
-    figure.savefig(PICTURES / "real_model.png", dpi=120, bbox_inches="tight")
+    figure, panels = plt.subplots(1, len(PANELS), figsize=(5 * len(PANELS), 4.5))
+    for axes, (title, names) in zip(panels, PANELS.items()):
+        for name in names:
+            found = {}
+            for row in rows:
+                if row["run"] == name and "look" not in row and "reward/mean" in row:
+                    found.setdefault(row["step"], []).append(row["reward/mean"])
+            smooth = [mean(value for other in found if abs(other - at) <= 2 for value in found[other]) for at in found]
+            if found:
+                axes.plot([*found], smooth, label=title_of(name).replace("`", ""))
+        axes.set(title=title, xlabel="step of 128 completions")
+        axes.legend(fontsize="small")
+    panels[0].set_ylabel("reward, mean of five steps")
+    figure.savefig(PICTURES / "real_model.png", dpi=110, bbox_inches="tight")
     plt.close(figure)
 
 
@@ -439,7 +458,7 @@ def main(args):
     for name in args.runs:
         for seed in args.seeds:
             done = looks_of(row for row in rows if (row["run"], row["seed"]) == (name, seed))
-            if args.show or not {"whole", *RUNS[name].looks} <= done:
+            if seed in RUNS[name].seeds and (args.show or not {"whole", *RUNS[name].looks} <= done):
                 jobs.add((name, seed))
     bases = [name for name in RUNS if name in {base for run in RUNS.values() for base in (run.base, run.reward_model)}]
     for name, seed in list(jobs):

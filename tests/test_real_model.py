@@ -35,7 +35,7 @@ def test_commands_are_of_flags_that_there_are(name):
     command = real_model.command_of(name, 1)
     script = importlib.import_module("grpo" if "examples" in command[1] else command[1].removesuffix(".py"))
     args = tyro.cli(script.Args, args=command[2:])
-    assert args.seed == 1 and args.precision == "bfloat16"
+    assert args.seed == 1 and args.precision == real_model.RUNS[name].precision
     for look in real_model.RUNS[name].looks:
         assert real_model.command_of(name, 1, look)[0] == "python"
 
