@@ -100,7 +100,8 @@ SUMS = ("completions", "seconds")
 # Differences that do not matter, by column, in its own unit; where there is none, any may.
 BOUNDS = dict.fromkeys("reward accuracy works truncated all_right all_wrong clipped score pass@1".split(), 0.05)
 BOUNDS |= dict.fromkeys(("maj@64 of 256", "pass@16 of 256", "pass@256 of 256"), 0.05)
-BOUNDS |= {"dots_wrong": 5, "dots_right": 5, "length": 5, "entropy": 0.02, "chosen": 0.2}  # dots and tokens of 112; nats
+BOUNDS |= dict.fromkeys(("dots_wrong", "dots_right", "length"), 5)  # of at most 112 tokens
+BOUNDS |= {"entropy": 0.02, "chosen": 0.2}  # nats
 TITLES = {  # of columns, where these do not speak for themselves
     "step": "steps",
     "seconds": "seconds of training",

@@ -43,7 +43,7 @@ RESULT, SAMPLES = RESULTS / "real_model.csv", RESULTS / "real_model_samples.json
 PAGE, PICTURES = ROOT / "docs" / "real_model.md", ROOT / "docs" / "pictures"
 MODEL, MAWPS, SVAMP, MANNERS = "models/smollm2", "data/word_problems/mawps", "data/word_problems/svamp", "data/manners"
 BOXED = r"Reason step by step, and put your final answer within \boxed{}."
-WORDS = "--max-completion-length 48 --eval-prompts 0 --num-steps 16"
+WORDS = "--max-completion-length 48 --eval-prompts 0"
 PAIRS = f"--dataset {MANNERS} --max-prompt-length 128 --max-completion-length 96 --eval-prompts 100 --minibatch-size 32"
 ON_WORDS = {"MAWPS": MAWPS, "SVAMP": SVAMP}
 
@@ -62,8 +62,8 @@ class Run:
     seeds: tuple = (1, 2, 3)
 
 
-def on_words(script, flags="", data=MAWPS, looks=("MAWPS", "SVAMP"), rate="1e-5", **options):
-    flags = f"--dataset {data} {WORDS} --learning-rate {rate} {flags}"
+def on_words(script, flags="", data=MAWPS, looks=("MAWPS", "SVAMP"), steps=16, rate="1e-5", **options):
+    flags = f"--dataset {data} {WORDS} --num-steps {steps} --learning-rate {rate} {flags}"
     return Run(script, flags, "sft", looks, BOXED, **options)
 
 
@@ -84,7 +84,7 @@ RUNS = {
     "reinforce": on_words("reinforce"),
     "grpo": on_words("grpo", "--kl-coef 0", looks=("MAWPS", "SVAMP", "16 samples")),
     "dr_grpo": on_words("dr_grpo"),
-    "dapo": on_words("dapo"),
+    "dapo": on_words("dapo", "--max-rounds 2", steps=8),  # as many completions as the others
     "gspo": on_words("gspo"),
     "cispo": on_words("cispo"),
     "grpo_svamp": on_words("grpo", "--kl-coef 0", SVAMP, ("MAWPS", "SVAMP", "16 samples")),
@@ -377,10 +377,7 @@ def completions(_):
     lines = []
     for name in ("instruct", "sft", "grpo", "grpo_tools"):
         found = [row for row in rows if row["run"] == name and row.get("look") == "MAWPS" and row["seed"] == 1]
-        lines += [
-            [title_of(name), " ".join(row["completion"].split())[:160], row["reward"]]
-            for row in found[:2]
-        ]
+        lines += [[title_of(name), " ".join(row["completion"].split())[:160], row["reward"]] for row in found[:2]]
     return table(["", "completion", "reward"], lines)
 
 
@@ -422,10 +419,11 @@ def draw(rows):
             for row in rows:
                 if row["run"] == name and "look" not in row and "reward/mean" in row:
                     found.setdefault(row["step"], []).append(row["reward/mean"])
+                    size = row["rollout/completions"]  # of dapo.py with those that it discards
             smooth = [mean(value for other in found if abs(other - at) <= 2 for value in found[other]) for at in found]
             if found:
-                axes.plot([*found], smooth, label=title_of(name).replace("`", ""))
-        axes.set(title=title, xlabel="step of 128 completions")
+                axes.plot([size * step for step in found], smooth, label=title_of(name).replace("`", ""))
+        axes.set(title=title, xlabel="completions")
         axes.legend(fontsize="small")
     panels[0].set_ylabel("reward, mean of five steps")
     figure.savefig(PICTURES / "real_model.png", dpi=110, bbox_inches="tight")
