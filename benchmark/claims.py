@@ -66,6 +66,13 @@ PATCHES = {
             "            # rollout: sample completions",
         )
     ],
+    "from step 31 on measured, not trained": [
+        ("args.group_size, args.baseline)", 'args.group_size, args.baseline if step > 30 else "leave_one_out")'),
+        (
+            "learning_rate = args.learning_rate * min(1.0,",
+            "learning_rate = (args.learning_rate if step <= 30 else 1e-20) * min(1.0,",
+        ),
+    ],
     MANY: [],
 }
 PATCHES |= {
@@ -95,6 +102,7 @@ COLUMNS = {  # column: key of metrics.jsonl; means over the steps of a row but f
     "chosen": "eval/pair_chosen_log_ratio",
     "rejected": "eval/pair_rejected_log_ratio",
     **{f"{name}@{k} of 256": f"observed/{name}@{k}" for name in ("pass", "maj") for k in PASS[1:]},
+    "signal": "observed/signal",
 }
 SUMS = ("completions", "seconds")
 # Differences that do not matter, by column, in its own unit; where there is none, any may.
@@ -117,6 +125,7 @@ TITLES = {  # of columns, where these do not speak for themselves
     "clipped": "tokens clipped",
     "clipped_high": "clipped above",
     "grad_norm": "gradient norm",
+    "signal": "squared signal of the gradient, by its variance",
     "ref_kl": "KL from the start, nats a completion",
     "score": "score of the reward model",
     "chosen": "log-ratio of the chosen",
@@ -157,6 +166,7 @@ GRPO, DR_GRPO, DAPO = f"grpo --kl-coef 0 {LEARN}", f"dr_grpo {LEARN}", f"dapo {L
 SMALL_GROUPS = f"{DAPO} --group-size 4 --prompts-per-step 32"
 RARE = "--model bases/rare --prompts-per-step 32 --minibatch-size 16 --learning-rate 1e-4 --num-steps 100"
 MANY_FROM = f"--eval-prompts 64 | {MANY}"
+STAYS = "--learning-rate 1e-20 --num-steps 25"
 RATES, UPDATES = ("1e-4", "3e-4", "1e-3"), (1, 4, 16)
 FAMILY = {
     "grpo": "grpo --kl-coef 0",
@@ -389,11 +399,22 @@ CLAIMS = {
             "leave_one_out": f"reinforce {LEARN}",
             "group_mean": f"reinforce --baseline group_mean {LEARN}",
             "none": f"reinforce --baseline none {LEARN}",
+            # The same 25 batches at a policy that stays, models/long or what 30 steps have made of it.
+            **{f"{name}, at the start": f"reinforce --baseline {name} {STAYS}" for name in ("leave_one_out", "none")},
+            "none, rewards -1 and 1, at the start": f"reinforce --baseline none {STAYS}"
+            " | reinforce: --baseline none, rewards -1 and 1",
+            **{
+                f"{name}, after 30 steps": f"reinforce --baseline {name} --learning-rate 3e-4 --num-steps 55"
+                " | from step 31 on measured, not trained"
+                for name in ("leave_one_out", "none")
+            },
         },
         [
+            Test("signal", "leave_one_out, at the start", "none, at the start", 25, 25),
+            Test("signal", "leave_one_out, after 30 steps", "none, after 30 steps", 55, 55),
+            Test("signal", "leave_one_out, at the start", "none, rewards -1 and 1, at the start", 25, 25),
             Test("reward", "leave_one_out", "none", 31, 40),
             Test("reward", "leave_one_out", "group_mean", 31, 40),
-            Test("grad_norm", "none", "leave_one_out", 1, 40),
         ],
         ("reward", "length", "grad_norm"),
     ),
@@ -503,12 +524,43 @@ def observe(script, many, flags):
     if script not in ("ppo_rlhf", "dpo"):  # which have no groups
         module.load_tokenizer, module.step_metrics = load_tokenizer, step_metrics
     torch.set_num_threads(1)
+    signal = watch_gradients(module)
     module.main(tyro.cli(module.Args, args=flags))
+    if (found := signal()) is not None:
+        at_the_end("run/metrics.jsonl", {"observed/signal": found})
     if script == "dpo":  # which does not sample
         at_the_end("run/metrics.jsonl", {"eval/accuracy": greedy("run/checkpoint")["greedy accuracy"]})
     if many:
         model = "run/checkpoint" if Path("run/checkpoint").exists() else "models/long"
         at_the_end("run/metrics.jsonl", sample_many(module, model, int(flags[flags.index("--seed") + 1])))
+
+
+def watch_gradients(module):
+    """Return a function that says what the gradients of the steps that do not move the policy had in common.
+
+    The squared norm of their mean, less what their variance adds to it, by that variance; None of fewer than two.
+    """
+    import torch
+
+    plain, total, squares = module.step_optimizer, 0.0, []
+
+    def step_optimizer(policy, optimizer, learning_rate, max_grad_norm):
+        nonlocal total
+        if learning_rate <= 1e-20:
+            gradient = torch.cat([weight.grad.flatten() for weight in policy.parameters()]).double()
+            total = total + gradient
+            squares.append(gradient.square().sum().item())
+        return plain(policy, optimizer, learning_rate, max_grad_norm)
+
+    def signal():
+        if len(squares) < 2:
+            return None
+        n, sum_of_squares = len(squares), sum(squares)
+        squared_signal = (total.square().sum().item() - sum_of_squares) / (n * (n - 1))
+        return squared_signal / (sum_of_squares / n - squared_signal)
+
+    module.step_optimizer = step_optimizer
+    return signal
 
 
 def at_the_end(log, metrics):
@@ -814,8 +866,9 @@ def draw(name, found):
     claim = CLAIMS[name]
     x = claim.against
     figure, axes = panels(len(claim.panels))
+    shown = {side for test in claim.tests if test.column in claim.panels for side in (test.more, test.less)}
     for axis, column in zip(axes, claim.panels):
-        for side, run in claim.runs.items():
+        for side, run in ((side, run) for side, run in claim.runs.items() if side in shown):
             runs = [found[run, seed] for seed in SEEDS if (run, seed) in found]
             by_step = {}
             for row in (row for rows in runs for row in rows if None not in (row[column], row[x])):
