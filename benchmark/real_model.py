@@ -84,7 +84,7 @@ RUNS = {
     "reinforce": on_words("reinforce"),
     "grpo": on_words("grpo", "--kl-coef 0", looks=("MAWPS", "SVAMP", "16 samples")),
     "dr_grpo": on_words("dr_grpo"),
-    "dapo": on_words("dapo", "--max-rounds 2", steps=8),  # as many completions as the others
+    "dapo": on_words("dapo", "--max-rounds 2 --warmup-steps 0", steps=8),  # as many completions as the others
     "gspo": on_words("gspo"),
     "cispo": on_words("cispo"),
     "grpo_svamp": on_words("grpo", "--kl-coef 0", SVAMP, ("MAWPS", "SVAMP", "16 samples")),
@@ -185,7 +185,8 @@ def one(name, seed, threads):
         rows = [key | {metric: value * 1 for metric, value in line.items()} for line in steps]  # of False 0
         rows.append(key | {"look": "whole", "step": steps[-1]["step"], "minutes": minutes, "gib": gib})
         evaluated = read_jsonl(folder / "eval_samples.jsonl")
-        samples = [key | line for line in evaluated[:3] + evaluated[-3:]]
+        ends = [[line for line in evaluated if line["step"] == evaluated[end]["step"]] for end in (0, -1) if evaluated]
+        samples = [key | line for end in ends for line in end[:3]]
     for look in [look for look in RUNS[name].looks if look not in looks_of(rows)]:
         command = command_of(name, seed, look)
         if look == "16 samples":
@@ -353,6 +354,8 @@ def evaluations_table(rows):
                 if metric in row:
                     by_seed.setdefault(row["seed"], []).append(row[metric])
             first, last = zip(*((values[0], values[-1]) for values in by_seed.values()))
+            if {*first, *last} == {0}:
+                continue  # of ppo_rlhf.py, which has the reward model's score in its place
             lines.append([f"`{name}.py`", metric[5:], over_seeds(last, first), *cost(rows, name)])
     return table(["", "held out", "before -> after", "seeds", "minutes", "GiB"], lines)
 
@@ -423,7 +426,7 @@ def draw(rows):
             smooth = [mean(value for other in found if abs(other - at) <= 2 for value in found[other]) for at in found]
             if found:
                 axes.plot([size * step for step in found], smooth, label=title_of(name).replace("`", ""))
-        axes.set(title=title, xlabel="completions")
+        axes.set(title=title, xlabel="completions", ylim=(0, None))
         axes.legend(fontsize="small")
     panels[0].set_ylabel("reward, mean of five steps")
     figure.savefig(PICTURES / "real_model.png", dpi=110, bbox_inches="tight")

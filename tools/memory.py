@@ -1,15 +1,18 @@
-"""What a script needs of a GPU's memory, part by part, from the shape of the model; no weights are read.
+"""What a script needs of a GPU's memory, or a CPU's, part by part, from the shape of the model; no weights are read.
 
     python tools/memory.py --model Qwen2.5-1.5B --gpu-gb 24
     python tools/memory.py --model path/to/folder --script ppo_rlhf --gradient-checkpointing --microbatch-tokens 4096
+    python tools/memory.py --model models/smollm2 --script sft --microbatch-tokens 4096 --cpu-gb 8
     python tools/memory.py --write docs/memory.md
 
-Flags that are not given have the script's defaults for real models. GB are 1e9 bytes. The formulas are those of models
-built as Llama and Qwen2 are, every completion being as long as --max-completion-length lets it.
+Flags that are not given have the script's defaults for real models, or those that the model's config.json names. GB are
+1e9 bytes. The formulas are those of models built as Llama and Qwen2 are, every completion being as long as
+--max-completion-length lets it.
 """
 
 import argparse
 import importlib
+import json
 import re
 import sys
 from dataclasses import fields
@@ -29,6 +32,7 @@ SHAPES = {  # as published in their config.json; the last says whether the LM he
     "Qwen2.5-3B": (2048, 11008, 36, 16, 2, 151936, True),
     "Qwen2.5-7B": (3584, 18944, 28, 28, 4, 152064, False),
 }
+SMALL = {"SmolLM2-135M": (576, 1536, 30, 9, 3, 49152, True)}  # measured on a CPU
 GPUS = (8, 16, 24, 48, 80, 141)  # GB
 USABLE = 0.94  # of a GPU's GB; the driver reports about 1.07, and its context and gaps between tensors want the rest
 SCRIPTS = ("grpo", "dr_grpo", "dapo", "gspo", "reinforce", "ppo_rlhf", "dpo", "reward_model", "sft")
@@ -46,28 +50,30 @@ SETTINGS = {  # flags of the scripts that matter here, and what they are where a
     "max_completion_length": 1024,
     "kl_coef": 0.0,
 }
-CHUNK = 2**26 * 4  # bytes of a chunk of logits in head_logprobs on CUDA
+CHUNK = 2**26 * 4  # bytes of a chunk of logits in head_logprobs on CUDA, twice those on a CPU
+PROCESS = 0.7e9  # on a CPU: Python, the libraries, the data
 EVAL_SAMPLES = 4
 
 
 def load_config(name):
     """The config of a shape named above, of a folder or config.json, or of a model of the hub."""
-    if name in SHAPES:
-        *sizes, tied = SHAPES[name]
+    if name in SHAPES | SMALL:
+        *sizes, tied = (SHAPES | SMALL)[name]
         return Qwen2Config(**dict(zip(NAMES, sizes)), tie_word_embeddings=tied)
     return AutoConfig.from_pretrained(name).get_text_config()
 
 
-def read_settings(script, **given):
-    """The settings of a script: those given, and its defaults for real models."""
+def read_settings(script, config=None, **given):
+    """The settings of a script: those given, those that the model's config.json names, its defaults for real models."""
     args = importlib.import_module(script).Args
     own = {field.name: field.metadata.get("real", field.default) for field in fields(args)}
     unknown = [name for name, value in given.items() if value is not None and name in SETTINGS and name not in own]
     if unknown:
         raise SystemExit(f"{script}.py has no --{unknown[0].replace('_', '-')}")
     own["precision"] = SETTINGS["precision"]  # that of a GPU, wherever this runs
+    own |= {name: value for name, value in getattr(config, "task_defaults", {}).items() if name in own}
     settings = SETTINGS | {name: value for name, value in own.items() if name in SETTINGS and value is not None}
-    return SimpleNamespace(script=script, **settings | {k: v for k, v in given.items() if v is not None})
+    return SimpleNamespace(script=script, cpu=False, **settings | {k: v for k, v in given.items() if v is not None})
 
 
 def count_model(config, kind=AutoModelForCausalLM):
@@ -157,7 +163,8 @@ def update_bytes(models, settings, ranks):
         whole, more = kept_per_token(model, settings)
         kept += tokens * model.layers * (4 * model.hidden if settings.gradient_checkpointing else whole)
         gradient = 0 if settings.lora_rank else 4 * model.embedding
-        chunk = min(CHUNK, 4 * tokens * model.vocab)  # of logits, their softmax and what makes the entropy of it
+        # Of logits, their softmax, and what makes the entropy of it.
+        chunk = min(CHUNK // (1 + settings.cpu), 4 * tokens * model.vocab)
         head = gradient + max(gradient + 3 * chunk, 4 * chunk) if name == "policy" else gradient
         work.append(gathered + head + 16 * tokens * model.hidden)
         # Gradients outside the blocks as they are computed, on their way between ranks, and as they arrive.
@@ -190,7 +197,8 @@ def account(config, settings, ranks=1, models=None):
     """Rows of (part, bytes in the rollout, bytes in the update), the last of which is their sum, the peak."""
     models = models or count_models(config, settings.script)
     weights, gradients = weight_bytes(models, settings, ranks)
-    rows = [(name, bytes_, bytes_) for name, bytes_ in weights.items()]
+    rows = [("process", PROCESS, PROCESS)] if settings.cpu else []
+    rows += [(name, bytes_, bytes_) for name, bytes_ in weights.items()]
     rows.append(("gradients", 0, gradients))
     if settings.prompts_per_step:
         cache, decoding = rollout_bytes(models["policy"], settings, ranks)
@@ -270,11 +278,31 @@ def flags_table(script):
     return text.replace("`as it is`", "as it is")
 
 
+def read_measured():
+    """Rows of benchmark/memory_cpu.py: settings, bytes by the formulas, and what was measured."""
+    config, path = load_config(*SMALL), Path(__file__).resolve().parents[1] / "benchmark/results/memory_cpu.json"
+    for row in json.loads(path.read_text()):
+        settings = read_settings("grpo", **row["settings"])
+        settings.cpu = True
+        yield settings, max(account(config, settings)[-1][1:]), row
+
+
+def measured_table():
+    """Rows of benchmark/memory_cpu.py beside the formulas."""
+    names, rows = ("microbatch_tokens", "gradient_checkpointing", "lora_rank"), []
+    for settings, formula, row in read_measured():
+        flags = [f"--{name.replace('_', '-')} {getattr(settings, name)}" for name in names if getattr(settings, name)]
+        measured = [in_gb(row[kind]) for kind in ("bytes", "bytes_given_back")]
+        rows.append([settings.precision, f"`{' '.join(flags).replace(' True', '')}`", in_gb(formula), *measured])
+    return table(["blocks in", "flags", "formula, GB", "measured, GB", "with the variable, GB"], rows)
+
+
 def write_page(path):
     """Put the tables into docs/memory.md, each between the comment that names it and the next."""
     tables = {f"flags of {script}": flags_table(script) for script in ("grpo", "ppo_rlhf", "dpo")}
     tables["parts of grpo"] = parts_table("grpo", gradient_checkpointing=True)
     tables["parts with adapters"] = parts_table("grpo", gradient_checkpointing=True, lora_rank=8)
+    tables["measured on a CPU"] = measured_table()
     tables["parts of ppo_rlhf"] = parts_table("ppo_rlhf", gradient_checkpointing=True)
     text = Path(path).read_text()
     for name, lines in tables.items():
@@ -284,10 +312,11 @@ def write_page(path):
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="Qwen2.5-0.5B", help=f"{', '.join(SHAPES)}, a folder or hub name")
+    parser.add_argument("--model", default="Qwen2.5-0.5B", help=f"{', '.join(SHAPES | SMALL)}, a folder or hub name")
     parser.add_argument("--script", default="grpo", choices=SCRIPTS)
     parser.add_argument("--ranks", type=int, default=1, help="GPUs, over which torchrun shards")
     parser.add_argument("--gpu-gb", type=float, help="say whether it fits, and if not, what would")
+    parser.add_argument("--cpu-gb", type=float, help="the same of a CPU and its memory")
     parser.add_argument("--write", metavar="PAGE", help="write the tables of docs/memory.md instead")
     for name, value in SETTINGS.items():
         flag = f"--{name.replace('_', '-')}"
@@ -301,18 +330,23 @@ def parse_args():
 def main(args):
     if args.write:
         return write_page(args.write)
-    settings = read_settings(args.script, **{name: getattr(args, name) for name in SETTINGS})
     config = load_config(args.model)
+    given = {name: getattr(args, name) for name in SETTINGS}
+    if args.cpu_gb:
+        given["precision"] = given["precision"] or "float32"  # a script's default there
+    settings = read_settings(args.script, config, **given)
+    settings.cpu = args.cpu_gb is not None
     models = count_models(config, args.script)
     for name, model in models.items():
         print(f"{name}: {model.blocks / 1e6:.1f} M parameters in its blocks, {model.root / 1e6:.1f} M outside them")
     rows = account(config, settings, args.ranks, models)
     print(table(["GB", "rollout", "update"], [[name, in_gb(first), in_gb(second)] for name, first, second in rows]))
-    if args.gpu_gb:
-        peak, fit = max(rows[-1][1:]), find_fit(config, settings, args.gpu_gb, args.ranks, models)
-        answer = "fits" if peak <= USABLE * args.gpu_gb * 1e9 else "does not fit"
-        remedy = as_flags(fit, settings) if fit else "no flags of this script: more GPUs, or shorter completions"
-        print(f"{answer} in {args.gpu_gb:g} GB" + ("" if answer == "fits" else f"; what would: {remedy}"))
+    if gb := args.cpu_gb or args.gpu_gb:
+        peak, fit = max(rows[-1][1:]), find_fit(config, settings, gb, args.ranks, models)
+        answer = "fits" if peak <= USABLE * gb * 1e9 else "does not fit"
+        other = "shorter completions" if settings.cpu else "more GPUs, or shorter completions"
+        remedy = as_flags(fit, settings) if fit else f"no flags of this script: {other}"
+        print(f"{answer} in {gb:g} GB" + ("" if answer == "fits" else f"; what would: {remedy}"))
     whole, state = models["policy"].blocks + models["policy"].root, 4 if settings.lora_rank else 12
     print(f"host memory at start: {in_gb(4 * whole * args.ranks)} GB, each rank reads the whole model")
     print(f"disk: {in_gb((4 + state) * whole)} GB a run, {in_gb((4 + 2 * state) * whole)} GB while it saves")
