@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ("grpo", "reinforce", "dr_grpo", "dapo", "gspo", "ppo_rlhf", "dpo", "reward_model", "sft")
 SCRIPTS += ("cispo", "grpo_process", "grpo_tools")
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmark/*.md")]
+PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/forks/*.md"), *ROOT.glob("benchmark/*.md")]
 PAGES += [*ROOT.glob("models/*/README.md"), *ROOT.glob("examples/*.md")]
 PAGES = {str(page.relative_to(ROOT)): page.read_text() for page in sorted(PAGES)}
 HEADINGS = ["Quick facts", "The idea", "The objective", "The loop", "The default run", "Details that matter"]

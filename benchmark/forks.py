@@ -1,0 +1,141 @@
+"""The forks of docs/forks/ beside the scripts that they fork: the runs, and the tables of the pages.
+
+    python benchmark/forks.py [FORK ...] [--results FILE]                        (default: all forks)
+    python benchmark/forks.py --page                                  (runs nothing: the tables of docs/forks/*.md)
+
+A run is that of benchmark/claims.py, with its settings and columns, of the script that a page's diff makes. Finished
+runs are in benchmark/results/forks.csv and are not made again: --results begins a file of one's own.
+"""
+
+import argparse
+import csv
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import claims
+from claims import LEARN, ON_EASY_TASK, ROOT, cell, measure, value_of
+
+RESULTS = ROOT / "benchmark" / "results" / "forks.csv"
+PAGES = ROOT / "docs" / "forks"
+SEEDS = claims.THREE_SEEDS
+TEACHER = ROOT / "runs" / "bases" / "teacher"  # where a run sees it as bases/teacher
+MANY_UPDATES = cell("grpo", "3e-4", 16)
+
+RUNS = {  # {fork: {row of its table: run}}; what stands behind the bar is a fork, not one of claims.PATCHES
+    "maxrl": {"`grpo.py`": f"grpo {LEARN}", "`my_maxrl.py`": f"grpo {LEARN} | maxrl"},
+    "dppo": {"`grpo.py`": MANY_UPDATES, "`my_dppo.py`": f"{MANY_UPDATES} | dppo"},
+    "opd": {"`grpo.py`": f"grpo {LEARN}", "`my_opd.py`": f"grpo {LEARN} --teacher bases/teacher | opd"},
+    "ipo": {
+        "`dpo.py`": f"dpo {ON_EASY_TASK}",
+        "`my_ipo.py`": f"dpo {ON_EASY_TASK} | ipo",
+        "`dpo.py --beta 0.1`": f"dpo --beta 0.1 {ON_EASY_TASK}",
+        "`my_ipo.py --beta 0.1`": f"dpo --beta 0.1 {ON_EASY_TASK} | ipo",
+    },
+    "simpo": {
+        "`dpo.py`": f"dpo {ON_EASY_TASK}",
+        "`my_simpo.py`": f"dpo {ON_EASY_TASK} | simpo",
+        "`my_simpo.py --beta 10 --gamma 3`": f"dpo --beta 10 --gamma 3 {ON_EASY_TASK} | simpo",
+    },
+}
+ACCURACY = {"greedy accuracy": ("accuracy", 40, 40)}
+SAMPLED = ACCURACY | {"pass@1": ("pass@1", 40, 40), "pass@4": ("pass@4", 40, 40)}
+PAIRS = ACCURACY | {"log-ratio of the chosen": ("chosen", 36, 40), "of the rejected": ("rejected", 36, 40)}
+COLUMNS = {  # {fork: {title: (column of claims.py, first step, last step)}}
+    "maxrl": {"reward, steps 31 to 40": ("reward", 31, 40), "groups all wrong": ("all_wrong", 31, 40)} | SAMPLED,
+    "dppo": {f"reward, steps {a} to {b}": ("reward", a, b) for a, b in ((6, 10), (16, 20), (31, 40))}
+    | ACCURACY
+    | {"tokens clipped": ("clipped", 31, 40)},
+    "opd": {f"reward, steps {a} to {b}": ("reward", a, b) for a, b in ((1, 5), (6, 10), (16, 20), (31, 40))} | SAMPLED,
+    "ipo": PAIRS,
+    "simpo": PAIRS,
+}
+
+
+def diff_of(name):
+    """The diff of a fork's page."""
+    page = (PAGES / f"{name}.md").read_text(encoding="utf-8")
+    return re.search(r"^```diff\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[1]
+
+
+def forked(name):
+    """The text of the script that is forked, and what the diff makes of it."""
+    script = next(iter(RUNS[name].values())).split()[0]
+    source = (ROOT / f"{script}.py").read_text(encoding="utf-8")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, f"my_{name}.py")
+        file.write_text(source, encoding="utf-8")
+        subprocess.run(["git", "apply", "-p0"], cwd=folder, input=diff_of(name).encode(), check=True)
+        return source, file.read_text(encoding="utf-8")
+
+
+def make_teacher():
+    """Make the teacher, unless it is there: the end of the run of grpo.py with seed 1."""
+    if not TEACHER.exists():
+        with tempfile.TemporaryDirectory() as folder:
+            flags = f"{claims.FLAGS} {LEARN} --seed 1 --run-dir {folder}/run".split()
+            environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
+            program = [sys.executable, "grpo.py", *flags]
+            subprocess.run(program, cwd=ROOT, env=environment, check=True, capture_output=True)
+            TEACHER.parent.mkdir(parents=True, exist_ok=True)
+            shutil.move(f"{folder}/run/checkpoint", TEACHER)
+
+
+def table(name, found):
+    """Return the markdown table of a fork: the mean over the seeds, the lowest and the highest."""
+    lines = [f"| | {' | '.join(COLUMNS[name])} |", "|---" * (len(COLUMNS[name]) + 1) + "|"]
+    for side, run in RUNS[name].items():
+        cells = [side]
+        for column, first, last in COLUMNS[name].values():
+            values = [value_of(found.get((run, seed), []), column, first, last) for seed in SEEDS]
+            ends = None if None in values else f"{min(values):.3g} to {max(values):.3g}"
+            cells.append(f"{statistics.mean(values):.3g} ({ends})" if ends else "-")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def fill(name, page, found):
+    """Return the page of a fork with its table."""
+    before, mark, rest = page.partition("<!-- runs -->\n")
+    return f"{before}{mark}\n{table(name, found)}\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("forks", nargs="*", metavar="FORK", help=f"of {' '.join(RUNS)}")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="csv of finished runs, which are not made again")
+    parser.add_argument("--page", action="store_true", help="run nothing, write the tables of the pages")
+    args = parser.parse_args()
+    if unknown := {*args.forks} - {*RUNS}:
+        parser.error(f"no fork: {' '.join(unknown)}; --help names all")
+    header = ["run", "seed", "step", *claims.COLUMNS]
+    if not args.results.exists():
+        args.results.write_text(",".join(header) + "\n", encoding="utf-8")
+    chosen, found = args.forks or [*RUNS], claims.read(args.results)
+    wanted = [(run, seed) for name in chosen for run in RUNS[name].values() for seed in SEEDS]
+    wanted = [key for key in dict.fromkeys(wanted) if key not in found and not args.page]
+    claims.PATCHES |= {name: [forked(name)] for name in RUNS}
+    for run, seed in wanted:
+        if "bases/teacher" in run:
+            make_teacher()
+        rows = measure(run, seed)
+        with args.results.open("a", newline="", encoding="utf-8") as file:
+            csv.DictWriter(file, header, lineterminator="\n").writerows(rows)
+        print(run, seed, rows[-1] if rows else "failed", flush=True)
+    found = claims.read(args.results)
+    for name in chosen:
+        if args.page:
+            path = PAGES / f"{name}.md"
+            path.write_text(fill(name, path.read_text(encoding="utf-8"), found), encoding="utf-8")
+        else:
+            print(f"\n{name}\n\n{table(name, found)}")
+    return any(key not in found for key in wanted)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

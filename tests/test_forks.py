@@ -1,0 +1,373 @@
+"""What docs/forks/ shows is true: its diffs apply to the scripts, its forks train, and wrong losses are known."""
+
+import importlib
+import itertools
+import math
+import re
+import shutil
+import subprocess
+
+import claims
+import forks as benchmark
+import pytest
+import torch
+from test_copies import MARKER
+from test_gradients import TEMPERATURE, VOCAB_SIZE, gradient_of, model, rows  # noqa: F401, the last two are fixtures
+from test_losses import read_oracle, tensor
+from tiny import ROOT, build_model, load_module, read_jsonl, record, relative_error, write_jsonl
+
+import dpo
+import grpo
+
+SCRIPTS = {"maxrl": grpo, "dppo": grpo, "opd": grpo, "ipo": dpo, "simpo": dpo}
+PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs" / "forks").glob("*.md"))}
+INTRODUCTION = (ROOT / "docs" / "fork.md").read_text(encoding="utf-8")
+COPY = "    cp {1}.py my_{0}.py\n    sed -n '/^--- my_{0}.py/,/^```$/p' docs/forks/{0}.md | git apply -p0\n"
+ONE_LINE = {  # {fork of one line: (what is replaced in grpo.py, by what)}
+    name: (old, new)
+    for name, old, new in re.findall(r"^- \*\*(.+?)\*\*.*\n +`(.+)`\n +becomes `(.+)`", INTRODUCTION, re.M)
+}
+each_fork = pytest.mark.parametrize("name", SCRIPTS)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The scripts of now and the forks that the pages' own commands make of them, beside the embedded models."""
+    folder = tmp_path_factory.mktemp("forks")
+    for name in ("docs", "models", "data"):
+        (folder / name).symlink_to(ROOT / name)
+    for name, script in SCRIPTS.items():
+        shutil.copy(ROOT / f"{script.__name__}.py", folder)
+        command = COPY.format(name, script.__name__)
+        assert command in PAGES[name]
+        subprocess.run(["sh", "-c", command], cwd=folder, check=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def forks(folder):
+    """{name: module} of the forks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        yield {name: importlib.import_module(f"my_{name}") for name in SCRIPTS}
+
+
+# ---- losses by hand and exact gradients; what is not asked for fails on the wrong versions below
+
+
+def check_maxrl(fork, model, rows):  # noqa: F811
+    """One right of four, three, none and all; over all groups of three it is log p to the order two."""
+    rewards = tensor([1, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1, 1])
+    expected = tensor([3, -1, -1, -1, 1 / 3, 1 / 3, 1 / 3, -1, 0, 0, 0, 0, 0, 0, 0, 0])
+    torch.testing.assert_close(fork.compute_advantages(rewards, 4), expected, rtol=1e-12, atol=1e-12)
+    right = rows["rewards"] == 1
+    p = (rows["probabilities"] * right).view(2, -1).sum(1)  # of two prompts
+    exact = gradient_of(model, -((1 - p) + (1 - p) ** 2 / 2).sum())
+    groups = tensor([*itertools.product([0, 1], repeat=3)])  # (8, 3)
+    own = fork.compute_advantages(groups.flatten(), 3).view(8, 3)[:, 0]  # (8,), of the first of a group
+    others = groups[:, 1:].sum(1)
+    p = p.detach().unsqueeze(1)
+    chances = p**others * (1 - p) ** (2 - others)  # (2, 8), of the two others
+    mean = [(chances * own)[:, groups[:, 0] == kind].sum(1).repeat_interleave(len(right) // 2) for kind in (0, 1)]
+    # The loss is linear in advantages; times their lengths, since it is a mean over each completion.
+    advantages = torch.where(right, mean[1], mean[0]) * rows["probabilities"].detach() * rows["lengths"]
+    logprobs, _ = fork.token_logprobs(model, *rows["inputs"], TEMPERATURE)
+    loss, _ = fork.policy_loss(logprobs, logprobs.detach(), None, advantages, rows["mask"], 0.2, 0.0)
+    assert relative_error(gradient_of(model, loss), -exact) < 1e-9
+
+
+def check_dppo(fork, model, rows):  # noqa: F811
+    """Of six tokens that moved the third goes back, the fifth by little; the second and the fourth are outside."""
+    new = tensor([[0.3, 0.5, 0.3, 0.9], [0.3, 0.005, 0.6, 0.9]])
+    old = tensor([[0.2, 0.2, 0.6, 0.1], [0.5, 0.010, 0.3, 0.1]])  # the last column is padding
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 0]])
+    logprobs = new.log().requires_grad_()
+    loss, metrics = fork.policy_loss(logprobs, old.log(), None, tensor([2.0, -1.0]), mask, 0.15, 0.0)
+    loss.backward()
+    assert loss.item() == pytest.approx(-2 * (1.5 + 0.5) / 3 + (0.5 + 2.0) / 3, rel=1e-12)
+    expected = tensor([[-2 * 1.5, 0.0, -2 * 0.5, 0.0], [0.0, 0.5, 2.0, 0.0]]) / 3
+    torch.testing.assert_close(logprobs.grad, expected, rtol=1e-12, atol=1e-15)
+    assert [metrics[f"policy/clip_fraction_{side}"].item() for side in ("low", "high")] == [1, 1]
+    # Where nothing has moved it is the gradient of the expected reward, each completion's over its length.
+    logprobs, _ = fork.token_logprobs(model, *rows["inputs"], TEMPERATURE)
+    advantages = rows["advantages"] * rows["probabilities"].detach()
+    loss, _ = fork.policy_loss(logprobs, logprobs.detach(), None, advantages, rows["mask"], 0.15, 0.0)
+    exact = gradient_of(model, (rows["probabilities"] * rows["advantages"] / rows["lengths"]).sum())
+    assert relative_error(gradient_of(model, loss), -exact) < 1e-9
+
+
+def check_opd(fork, model, rows):  # noqa: F811
+    """Ratios 1.5, 0.5 and 2; over all completions it is the reverse KL of every prefix that the student writes."""
+    logprobs, mask = tensor([[-1.0, -2.0, -9.0], [-3.0, -9.0, -9.0]]), torch.tensor([[1, 1, 0], [1, 0, 0]])
+    advantages = fork.compute_advantages(logprobs, tensor([[-0.5, -4.0, math.nan], [-1.0, math.inf, 0.0]]), mask)
+    assert advantages.tolist() == [[0.5, -2.0, 0.0], [2.0, 0.0, 0.0]]
+    ratios, advantages = tensor([[1.5, 0.5, 7.0], [2.0, 7.0, 7.0]]), advantages + 5 * (1 - mask)
+    logprobs.requires_grad_()
+    loss, _ = fork.policy_loss(logprobs, logprobs.detach() - ratios.log(), advantages, mask)
+    loss.backward()
+    assert loss.item() == pytest.approx(-(0.5 * 1.5 - 2 * 0.5 + 2 * 2.0), rel=1e-12)
+    torch.testing.assert_close(logprobs.grad, -ratios * advantages * mask, rtol=1e-12, atol=1e-15)
+    with torch.no_grad():
+        teacher = build_model("llama", vocab_size=VOCAB_SIZE, scale=3.0)
+        teacher_logprobs, _ = fork.token_logprobs(teacher, *rows["inputs"], TEMPERATURE)
+        teachers = torch.cat([next_logprobs(teacher, row) for row in zip(*rows["inputs"])])  # (N, V)
+    logprobs, _ = fork.token_logprobs(model, *rows["inputs"], TEMPERATURE)
+    students = torch.cat([next_logprobs(model, row) for row in zip(*rows["inputs"])])
+    chances = rows["probabilities"].detach().unsqueeze(1)  # of whole completions, and so, summed, of prefixes
+    each = chances.expand_as(rows["mask"])[rows["mask"].bool()]  # (N,)
+    exact = gradient_of(model, (each * (students.exp() * (students - teachers)).sum(1)).sum())
+    advantages = chances * fork.compute_advantages(logprobs.detach(), teacher_logprobs, rows["mask"])
+    loss, _ = fork.policy_loss(logprobs, logprobs.detach(), advantages, rows["mask"])
+    assert relative_error(gradient_of(model, loss), exact) < 1e-9
+
+
+def next_logprobs(model, row):  # noqa: F811
+    """The distribution before each token of a completion (n, V), from plain logits."""
+    prompt_ids, prompt_mask, completion_ids, completion_mask = row
+    prompt = prompt_ids[prompt_mask.bool()]
+    ids = torch.cat([prompt, completion_ids[completion_mask.bool()]]).unsqueeze(0)
+    return (model(ids).logits[0, len(prompt) - 1 : -1] / TEMPERATURE).log_softmax(-1)
+
+
+def results_of(fork, inputs, *settings):
+    """Loss, and the gradients of the chosen and the rejected."""
+    inputs = [value.clone() for value in inputs]
+    for value in inputs[:2]:
+        value.requires_grad_()
+    loss, metrics = fork.preference_loss(*inputs, *settings)
+    loss.backward()
+    return loss.item(), inputs[0].grad, inputs[1].grad, metrics
+
+
+def check_ipo(fork, *_):
+    """Margins of 1 and -3 nats, which should be 2 (-2 where labels are swapped), and the numbers of DPO's authors."""
+    inputs = [tensor(x) for x in ([-3.0, -5.0], [-4.0, -4.0], [-4.0, -4.0], [-4.0, -6.0])]
+    for smoothing in (0.0, 0.1):
+        loss, chosen, rejected, _ = results_of(fork, inputs, 0.25, smoothing)
+        assert loss == pytest.approx((1 - smoothing) * (1 + 25) + smoothing * (9 + 1), rel=1e-12)
+        gradient = tensor([2 * ((1 - smoothing) * (h - 2) + smoothing * (h + 2)) for h in (1, -3)])
+        torch.testing.assert_close((chosen, rejected), (gradient, -gradient), rtol=1e-12, atol=0)
+    cases = [case for case in read_oracle("dpo_eric_mitchell") if case["config"]["ipo"]]
+    assert {case["config"]["beta"] for case in cases} == {0.1, 0.5}
+    for case in cases:
+        names = [f"{which}_{kind}_logps" for which in ("policy", "reference") for kind in ("chosen", "rejected")]
+        given = [tensor(case["inputs"][name]) for name in names]
+        loss, chosen, _, _ = results_of(fork, given, case["config"]["beta"], 0.0)
+        assert loss / len(chosen) == pytest.approx(case["outputs"]["loss"], rel=1e-9)
+        torch.testing.assert_close(chosen / len(chosen), tensor(case["outputs"]["grad_chosen"]), rtol=1e-9, atol=1e-12)
+
+
+def check_simpo(fork, *_):
+    """Means of -1 and -4 nats a token, and of -4 and -0.5: margins of 6 and -7 at a beta of 2."""
+    logprobs = [tensor([-3.0, -8.0]), tensor([-4.0, -2.0])]
+    lengths = torch.tensor([[3, 2], [1, 4]])
+    for refs in ([tensor([0.0, 0.0])] * 2, [tensor([-7.0, 1.0]), tensor([2.0, -3.0])]):
+        loss, chosen, rejected, metrics = results_of(fork, [*logprobs, *refs], lengths, 2.0, 0.5)
+        assert loss == pytest.approx(math.log(1 + math.exp(-5.5)) + math.log(1 + math.exp(7.5)), rel=1e-12)
+        slopes = 2.0 * tensor([-5.5, 7.5]).sigmoid()
+        torch.testing.assert_close((chosen, rejected), (-slopes / lengths[0], slopes / lengths[1]), rtol=1e-12, atol=0)
+        found = [metrics[f"pair/{key}"].item() for key in ("accuracy", "margin", "chosen_reward", "rejected_reward")]
+        assert found == [1, -1.0, -10.0, -9.0]
+
+
+CHECKS = {name: globals()[f"check_{name}"] for name in SCRIPTS}
+KL = "teacher_logprobs - logprobs, 0.0)"
+MOVED = "advantages.sign() * moved"
+WRONG = {  # {fork: {mistake in its loss: (what is replaced, by what)}}
+    "maxrl": {
+        "over the deviation": ("mean.clamp(min=1e-4)", "groups.std(1, keepdim=True)"),
+        "not divided": (" / mean.clamp(min=1e-4)", ""),
+        "no baseline": ("(groups - mean)", "groups"),
+        "the mean of all groups": ("groups.mean(1, keepdim=True)  #", "groups.mean().expand(len(groups), 1)  #"),
+        "the wrong sign": ("(groups - mean)", "(mean - groups)"),
+    },
+    "dppo": {
+        "how far the ratio is from 1": (MOVED, "advantages.sign() * (ratio - 1)"),
+        "log-probabilities": ("logprobs.detach().exp() - old_logprobs.exp()", "log_ratio"),
+        "both directions": (MOVED, "moved.abs()"),
+        "the other direction": (MOVED, "-advantages.sign() * moved"),
+        "no bound below": (MOVED, "(advantages > 0) * moved"),
+        "nothing is left out": ("mask & ~outside, token_loss", "mask, token_loss"),
+        "padding counts": ("mask & ~outside, token_loss", "~outside, token_loss"),
+        "no ratio": ("-weight * ratio * advantages", "-weight * advantages * logprobs"),
+        "a sum in place of the mean": ("token_loss, 0.0).sum(1) / lengths).sum()", "token_loss, 0.0).sum(1)).sum()"),
+        "the wrong sign": ("token_loss = -weight", "token_loss = weight"),
+    },
+    "opd": {
+        "the wrong sign": (KL, "logprobs - teacher_logprobs, 0.0)"),
+        "the teacher alone": (KL, "teacher_logprobs, 0.0)"),
+        "the forward KL": (KL, "(teacher_logprobs - logprobs).exp(), 0.0)"),
+        "a completion's sum for every token": (KL, f"{KL}.sum(1, keepdim=True) * completion_mask"),
+        "a mean in place of the sum": ("ratio * advantages, 0.0).sum()", "ratio * advantages, 0.0).mean()"),
+        "padding counts": ("torch.where(mask, -weight * ratio * advantages, 0.0)", "(-weight * ratio * advantages)"),
+        "no ratio": ("-weight * ratio * advantages", "-weight * advantages * logprobs"),
+    },
+    "ipo": {
+        "twice the target": ("(margins - 0.5)", "(margins - 1.0)"),
+        "the target without tau": ("(margins - 0.5) ** 2 / beta**2", "(margins / beta - 0.5) ** 2"),
+        "not divided": ("(margins - 0.5) ** 2 / beta**2", "(margins - 0.5) ** 2"),
+        "no square": ("(margins - 0.5) ** 2 / beta**2", "(margins - 0.5).abs() / beta"),
+        "the wrong sign": ("(margins - 0.5)", "(margins + 0.5)"),
+        "smoothed towards the same target": ("(margins + 0.5)", "(margins - 0.5)"),
+    },
+    "simpo": {
+        "sums of log-probabilities": ("beta * chosen_logprobs / lengths[0]", "beta * chosen_logprobs"),
+        "the other's length": ("lengths[1]", "lengths[0]"),
+        "log-ratios": ("beta * chosen_logprobs /", "beta * chosen_log_ratios /"),
+        "no target": ("margins - gamma", "margins"),
+        "the target on the other side": ("margins - gamma", "margins + gamma"),
+        "the target times beta": ("margins - gamma", "margins - beta * gamma"),
+        "the wrong sign": (
+            "margins = chosen_rewards - rejected_rewards",
+            "margins = rejected_rewards - chosen_rewards",
+        ),
+    },
+}
+
+
+@each_fork
+def test_loss_by_hand_and_exact_gradient(name, forks, model, rows):  # noqa: F811
+    CHECKS[name](forks[name], model, rows)
+
+
+@pytest.mark.parametrize("name, mistake", [(name, mistake) for name in WRONG for mistake in WRONG[name]])
+def test_a_wrong_loss_is_caught(name, mistake, folder, tmp_path, model, rows):  # noqa: F811
+    source, (old, new) = (folder / f"my_{name}.py").read_text(encoding="utf-8"), WRONG[name][mistake]
+    assert source.count(old) == 1
+    (tmp_path / "wrong.py").write_text(source.replace(old, new), encoding="utf-8")
+    with pytest.raises(AssertionError):
+        CHECKS[name](load_module(tmp_path / "wrong.py"), model, rows)
+
+
+@pytest.mark.parametrize("name", ["maxrl", "dppo", "ipo"])
+def test_the_script_that_is_forked_has_another_loss(name, model, rows):  # noqa: F811
+    with pytest.raises(AssertionError):
+        CHECKS[name](SCRIPTS[name], model, rows)
+
+
+# ---- training
+
+
+def train(fork, folder, *names, **settings):
+    """A run of two steps: its metrics, and the calls of some functions."""
+    with pytest.MonkeyPatch.context() as patch:
+        calls = [record(patch, fork, name) for name in names]
+        fork.main(fork.Args(run_dir=str(folder), num_steps=2, eval_prompts=4, minibatch_size=8, seed=3, **settings))
+    lines = read_jsonl(folder / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert all(math.isfinite(value) for line in lines for value in line.values())
+    assert all(line["optim/grad_norm"] > 0 for line in lines[1:])
+    return lines, *calls
+
+
+ONLINE = {"prompts_per_step": 4, "group_size": 4, "warmup_steps": 0, "learning_rate": 4e-4}
+
+
+@pytest.mark.parametrize("name", ["maxrl", "dppo"])
+def test_forks_of_grpo_train(name, forks, tmp_path):
+    lines, calls = train(forks[name], tmp_path / "run", "policy_loss", **ONLINE)
+    assert calls and all(line["policy/approx_kl"] > 0 and "loss/kl" in line for line in lines[1:])
+
+
+def test_the_student_learns_from_the_teacher_and_counts_tokens(forks, tmp_path):
+    teacher = str(ROOT / "models" / "long")
+    names = "lookup_logprobs", "accumulate_gradients"
+    lines, lookups, calls = train(forks["opd"], tmp_path / "run", *names, teacher=teacher, **ONLINE)
+    for (given, own), (other, teachers), (update, _) in zip(lookups[::2], lookups[1::2], calls[::2]):
+        assert all(weight.requires_grad for weight in given[0].parameters())
+        assert not any(weight.requires_grad for weight in other[0].parameters())
+        mask = update[1]["completion_mask"].bool()
+        assert torch.equal(update[1]["advantages"][mask], (teachers - own)[mask]) and (teachers != own)[mask].any()
+        assert update[1]["old_logprobs"] is own
+    tokens = [given[1]["completion_mask"][given[2]].sum().item() for given, _ in calls]
+    assert [given[3] for given, _ in calls] == tokens and len(calls) == 4
+    assert all(line["loss/policy"] > 0 for line in lines[1:])  # at ratio 1 an estimate of the reverse KL
+    assert not any("clip" in key or "ref_kl" in key for key in lines[-1])
+
+
+@pytest.mark.parametrize("name", ["ipo", "simpo"])
+def test_forks_of_dpo_train(name, forks, tmp_path):
+    pairs = read_jsonl(ROOT / "data" / "preferences" / "train.jsonl")[:40]
+    dataset = write_jsonl(tmp_path / "pairs.jsonl", pairs)
+    names = "pair_logprobs", "preference_loss"
+    lines, passes, losses = train(forks[name], tmp_path / "run", *names, dataset=dataset)
+    assert all("pair/chosen_log_ratio" in line for line in lines[1:]) and "eval/pair_loss" in lines[-1]
+    if name == "simpo":  # which is told the lengths: of each microbatch, and of all held-out pairs at once
+        with_gradient = [logprobs.requires_grad for _, (logprobs, *_) in passes]
+        found = [
+            torch.stack([part[f"{kind}_mask"].sum(1) for kind in ("chosen", "rejected")]) for (_, part), _ in passes
+        ]
+        given = [torch.stack([*inputs[4]]) for inputs, _ in losses]
+        in_training = [lengths for lengths, training in zip(found, with_gradient) if training]
+        trained = [lengths for lengths, (inputs, _) in zip(given, losses) if inputs[0].requires_grad]
+        assert len(in_training) == 2 and all(map(torch.equal, trained, in_training)) and len(trained) == 2
+        orders = [(lengths, part["rows"]) for lengths, ((_, part), _) in zip(found, passes) if len(part["rows"]) == 4]
+        assert any(torch.equal(given[0][:, order], lengths) for lengths, order in orders)
+
+
+# ---- the pages
+
+
+@each_fork
+def test_pages_are_short_and_edit_nothing_below_the_line(name, folder):
+    text, fork = re.sub(r"^```diff\n.*?^```\n", "", PAGES[name], flags=re.DOTALL | re.MULTILINE), f"my_{name}.py"
+    assert len(text.splitlines()) <= 60 and "## What was seen" in text and "arxiv.org/abs/" in text
+    source = (ROOT / f"{SCRIPTS[name].__name__}.py").read_text(encoding="utf-8")
+    changed = (folder / fork).read_text(encoding="utf-8")
+    assert changed != source and changed.partition(MARKER)[2] == source.partition(MARKER)[2]
+    added = [line for line in benchmark.diff_of(name).splitlines()[2:] if line.startswith("+")]
+    assert len(added) <= 17
+    assert f"](forks/{name}.md)" in INTRODUCTION and SCRIPTS.keys() == PAGES.keys() == benchmark.RUNS.keys()
+    assert f"{len(WRONG[name])} wrong versions" in text
+
+
+def test_tables_and_what_is_said_of_them_are_those_of_the_csv():
+    found = claims.read(benchmark.RESULTS)
+    runs = {run for sides in benchmark.RUNS.values() for run in sides.values()}
+    assert found.keys() == {(run, seed) for run in runs for seed in benchmark.SEEDS}
+    assert all([line["step"] for line in lines] == [*range(5, 41, 5)] for lines in found.values())
+    for name, page in PAGES.items():
+        assert benchmark.fill(name, page, found) == page
+        table = page.partition("<!-- runs -->")[2].partition("<!-- end -->")[0]
+        known = [abs(float(number)) for number in re.findall(r"-?\d*\.?\d+(?:e-\d+)?", table)]
+        said = page.partition("## What was seen")[2].replace(table, "")
+        for number in re.findall(r"(?<![\w.])\d*\.\d+(?![\w-])", said):
+            rounding = 0.5001 / 10 ** len(number.partition(".")[2])
+            assert any(abs(value - float(number)) < rounding for value in known), (name, number)
+
+
+# ---- forks of one line, in fork.md
+
+
+@pytest.fixture(scope="module", params=["SAPO", "IcePop", "REINFORCE++"])
+def short_fork(request, tmp_path_factory):
+    """The name, and the module of grpo.py with the line that fork.md names."""
+    old, new = ONE_LINE[request.param]
+    source = (ROOT / "grpo.py").read_text(encoding="utf-8")
+    assert source.count(old) == 1 and len(ONE_LINE) == 3
+    path = tmp_path_factory.mktemp("short") / "short.py"
+    path.write_text(source.replace(old, new), encoding="utf-8")
+    return request.param, load_module(path)
+
+
+def check_short(name, script):
+    """By hand: soft gates at ratios 1.5 and 0.5; weights of 0.4, 0.6, 1.8 and 3; two groups of four."""
+    if name == "REINFORCE++":
+        found = script.compute_advantages(tensor([1, 0, 0, 0, 1, 1, 0, 0]), 4)
+        centred = tensor([0.75, -0.25, -0.25, -0.25, 0.5, 0.5, -0.5, -0.5])
+        expected = centred / (math.sqrt((0.75**2 + 3 * 0.25**2 + 4 * 0.5**2) / 7) + 1e-4)
+        return torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
+    old, mask = tensor([[-2.0, -3.0, -1.0, -1.5]] * 2), torch.ones(2, 4)
+    ratios = tensor([[1.5, 0.5, 1.0, 1.0]] * 2) if name == "SAPO" else torch.ones(2, 4).double()
+    weights = tensor([[0.4, 0.6, 1.8, 3.0]] * 2) if name == "IcePop" else torch.ones(2, 4).double()
+    advantages, sampler = tensor([2.0, -1.0]), old - weights.log()
+    loss, _ = script.policy_loss(old + ratios.log(), old, None, advantages, mask, 0.2, 0.0, sampler)
+    gates = [sum(4 / tau / (1 + math.exp(-tau * (ratio - 1))) for ratio in (1.5, 0.5, 1.0, 1.0)) for tau in (1.0, 1.05)]
+    expected = {"SAPO": -2 * gates[0] / 4 + gates[1] / 4, "IcePop": -(2 - 1) * (0.6 + 1.8) / 4}
+    assert loss.item() == pytest.approx(expected[name], rel=1e-9)
+
+
+def test_forks_of_one_line_are_those_of_their_papers(short_fork):
+    check_short(*short_fork)
+    with pytest.raises(AssertionError):
+        check_short(short_fork[0], grpo)
