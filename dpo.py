@@ -87,7 +87,7 @@ class Args:
     num_steps: int | None = by_model(64, 1000)
     """optimizer steps (0 only evaluates); with --resume, the new total (embedded: 64; real: 1000)"""
     learning_rate: float | None = by_model(1e-4, 5e-7)
-    """of AdamW; 135 M want 1e-5 (embedded: 1e-4; real: 5e-7)"""
+    """of AdamW; 135 M took 1e-5 (embedded: 1e-4; real: 5e-7)"""
     warmup_steps: int | None = by_model(8, 150)
     """optimizer steps over which the learning rate rises from 0 (embedded: 8; real: 150, as the paper)"""
     minibatch_size: int | None = by_model(64, 64)

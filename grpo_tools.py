@@ -96,7 +96,7 @@ class Args:
 
     # optimization
     learning_rate: float | None = by_model(1.5e-4, 1e-6)
-    """of AdamW; 135 M want 1e-5 (embedded: 1.5e-4; real: 1e-6)"""
+    """of AdamW; 135 M took 1e-5 (embedded: 1.5e-4; real: 1e-6)"""
     warmup_steps: int | None = by_model(8, 0)
     """optimizer steps over which the learning rate rises from 0 (embedded: 8; real: 0)"""
     minibatch_size: int | None = by_model(64, 256)

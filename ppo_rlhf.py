@@ -107,9 +107,9 @@ class Args:
 
     # optimization
     learning_rate: float | None = by_model(1e-4, 3e-6)
-    """of the policy's AdamW; 135 M want 1e-5 (embedded: 1e-4; real: 3e-6)"""
+    """of the policy's AdamW; 135 M took 1e-5 (embedded: 1e-4; real: 3e-6)"""
     value_learning_rate: float | None = by_model(3e-4, 3e-6)
-    """of the value model's AdamW; 135 M want 3e-5 (embedded: 3e-4; real: 3e-6)"""
+    """of the value model's AdamW; 135 M took 3e-5 (embedded: 3e-4; real: 3e-6)"""
     warmup_steps: int | None = by_model(8, 10)
     """optimizer steps over which the learning rate rises from 0 (embedded: 8; real: 10)"""
     minibatch_size: int | None = by_model(64, 64)

@@ -99,7 +99,7 @@ class Args:
 
     # optimization
     learning_rate: float | None = by_model(1.5e-4, 1e-6)
-    """of AdamW; 135 M want 1e-5 (embedded: 1.5e-4; real: 1e-6)"""
+    """of AdamW; 135 M took 1e-5 (embedded: 1.5e-4; real: 1e-6)"""
     warmup_steps: int | None = by_model(4, 6)
     """optimizer steps over which the learning rate rises from 0 (embedded: 4; real: 6, as the paper)"""
     microbatch_tokens: int | None = by_model(1024, 16384)

@@ -77,7 +77,7 @@ class Args:
     num_steps: int | None = by_model(256, 1000)
     """optimizer steps (0 only evaluates); with --resume, total and schedule anew (embedded: 256; real: 1000)"""
     learning_rate: float | None = by_model(8e-4, 9e-6)
-    """highest, of AdamW; falls to 0 on a cosine; 135 M want 5e-5 (embedded: 8e-4; real: 9e-6)"""
+    """highest, of AdamW; falls to 0 on a cosine; 135 M took 5e-5 (embedded: 8e-4; real: 9e-6)"""
     warmup_steps: int | None = by_model(10, 0)
     """optimizer steps over which the learning rate rises from 0 (embedded: 10; real: 0)"""
     minibatch_size: int | None = by_model(64, 64)

@@ -73,7 +73,7 @@ class Args:
     num_steps: int | None = by_model(2200, 1000)
     """optimizer steps (0 only evaluates); with --resume, total and schedule anew (embedded: 2200; real: 1000)"""
     learning_rate: float | None = by_model(3e-3, 1e-5)
-    """highest, reached after the warm-up; falls to 0 on a cosine; 135 M want 2e-4 (embedded: 3e-3; real: 1e-5)"""
+    """highest, reached after the warm-up; falls to 0 on a cosine; 135 M took 2e-4 (embedded: 3e-3; real: 1e-5)"""
     warmup_steps: int | None = by_model(300, 50)
     """optimizer steps over which the learning rate rises from 0 (embedded: 300; real: 50)"""
     minibatch_size: int | None = by_model(64, 64)
