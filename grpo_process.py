@@ -101,11 +101,11 @@ class Args:
     max_grad_norm: float = 1.0
     """gradients are scaled down to at most this norm"""
     gradient_checkpointing: bool = False
-    """recompute activations in the backward pass: less memory, about a third more time"""
-    precision: str = "bfloat16" if torch.cuda.is_available() else "float32"
-    """of the transformer blocks, bfloat16 or float32; all else is float32"""
+    """recompute activations: less memory, about a third more time"""
+    precision: str | None = None
+    """of the transformer blocks, bfloat16 or float32 (bfloat16 on a GPU; real: and on a CPU that has it)"""
     lora_rank: int = 0
-    """train adapters of this rank, at 3 to 10 times the learning rate (0: the model itself)"""
+    """train adapters of this rank, at 3 to 10 times the rate (0: the model itself)"""
 
     # evaluation, saving, logging
     eval_every: int | None = by_model(20, 20)
@@ -406,7 +406,9 @@ def resolve_args(args):
             return Args(**settings | given | {"run_dir": args.resume})
     own, tiny = (Path(name, "tokenizer.json") for name in (given.get("model", MODEL), MODEL))
     embedded = own.is_file() and tiny.is_file() and own.read_bytes() == tiny.read_bytes()  # or made of it
+    native = torch.cuda.is_available() or not embedded and torch.cpu.get_capabilities().get("avx512_bf16")
     defaults = {f.name: f.metadata["embedded" if embedded else "real"] for f in fields(args) if f.metadata}
+    defaults["precision"] = "bfloat16" if native else "float32"
     with contextlib.suppress(Exception):  # load_model reports
         named = json.loads(own.with_name("config.json").read_text())["task_defaults"]
         defaults |= (taken := {name: named[name] for name in {*defaults} & {*named} - {*given}})
@@ -479,8 +481,7 @@ def load_rows(dataset, num_held_out, read, flag="--dataset"):
         splits = load_dataset(kind, data_files=str(dataset).replace("[", "[[]")) if kind else load_dataset(*name)
         train, test = list(splits["train"]), splits.get("test") or splits.get("validation")
     source = list(test or train)
-    generator = torch.Generator().manual_seed(0)  # of data alone
-    held_out = sorted(torch.randperm(len(source), generator=generator)[:num_held_out].tolist())
+    held_out = sorted(torch.randperm(len(source), generator=torch.Generator().manual_seed(0))[:num_held_out].tolist())
     rest = range(len(train)) if test else sorted({*range(len(train))} - {*held_out})
     loaded, report = [], []
     for split, rows, places in (("training", train, rest), ("held-out", source, held_out)):
@@ -637,7 +638,7 @@ def generate(
     completion_ids = prompt_ids.new_full((len(prompt_ids), max_completion_length), pad_id)
     completion_mask = torch.zeros_like(completion_ids)
     sampler_logprobs = completion_mask.float()
-    # Completions of a prompt are adjacent: it is read once, its cache repeated.
+    # A prompt is read once, its cache repeated.
     both = torch.cat([prompt_ids, prompt_mask.long()], 1)  # (B, 2 P)
     unique, running = torch.unique_consecutive(both, dim=0, return_inverse=True)
     (ids, mask), cache = unique.chunk(2, 1), None
@@ -711,10 +712,9 @@ def head_logprobs(model, hidden, targets, temperature):
         known = logprobs.detach()  # last: not computed anew
         return logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), -(known.exp() * known).sum(-1)
 
-    # Never N x V logits at once: chunks, which the backward pass computes anew.
+    # Never N x V logits at once: chunks, computed anew backwards.
     size = max(1, 2 ** (26 if hidden.is_cuda else 25) // head.weight.shape[0])
-    anew = partial(checkpoint, chunk_logprobs, use_reentrant=False)
-    run = anew if len(hidden) > size else chunk_logprobs
+    run = partial(checkpoint, chunk_logprobs, use_reentrant=False) if len(hidden) > size else chunk_logprobs
     parts = [run(*chunk) for chunk in zip(hidden.split(size), targets.split(size))]
     return [torch.cat(part) for part in zip(*parts)]
 
@@ -892,7 +892,7 @@ def sample_completions(model, tokenizer, prompts, num_samples, temperature, stop
 
 def extract_answer(text):
     """The final answer in a text: its last \\boxed{}, else after ####, else <answer>."""
-    # Thoughts do not count, nor what precedes the end of one that the prompt opened.
+    # Thoughts do not count, nor one that the prompt opened.
     text = re.sub("<think>.*?(</think>|\\Z)", " ", text, flags=re.DOTALL).rpartition("</think>")[2]
     braces, start, end = re.compile(r"\\.|[{}]", re.DOTALL), 0, 0
     while (opening := text.find("\\boxed{", end)) >= 0:

@@ -87,11 +87,11 @@ class Args:
     max_grad_norm: float = 1.0
     """gradients are scaled down to at most this norm"""
     gradient_checkpointing: bool = False
-    """recompute activations in the backward pass: less memory, about a third more time"""
-    precision: str = "bfloat16" if torch.cuda.is_available() else "float32"
-    """of the transformer blocks, bfloat16 or float32; all else is float32"""
+    """recompute activations: less memory, about a third more time"""
+    precision: str | None = None
+    """of the transformer blocks, bfloat16 or float32 (bfloat16 on a GPU; real: and on a CPU that has it)"""
     lora_rank: int = 0
-    """train adapters of this rank, at 3 to 10 times the learning rate (0: the model itself)"""
+    """train adapters of this rank, at 3 to 10 times the rate (0: the model itself)"""
 
     # evaluation, saving, logging
     eval_every: int | None = by_model(64, 100)
@@ -189,15 +189,14 @@ def main(args):
             rows = torch.arange(len(share), device=device)
 
             # update: one optimizer step; the learning rate rises, then falls to 0 on a cosine
-            divisor = args.minibatch_size  # a mean over pairs
-            totals = accumulate_gradients(policy, batch, rows, divisor, args)
+            totals = accumulate_gradients(policy, batch, rows, args.minibatch_size, args)  # a mean over pairs
             decay = (step - args.warmup_steps) / max(1, args.num_steps - args.warmup_steps)
             factor = 0.5 * (1 + math.cos(math.pi * max(0.0, decay)))
             learning_rate = args.learning_rate * min(step / max(1, args.warmup_steps), factor)
             grad_norm = step_optimizer(policy, optimizer, learning_rate, args.max_grad_norm)
 
             # metrics of the step over all ranks
-            metrics = step_metrics(totals, divisor, start)
+            metrics = step_metrics(totals, args.minibatch_size, start)
             metrics |= {"optim/grad_norm": grad_norm, "optim/learning_rate": learning_rate}
             metrics["optim/skipped"] = not math.isfinite(grad_norm)
 
@@ -252,7 +251,9 @@ def resolve_args(args):
             return Args(**settings | given | {"run_dir": args.resume})
     own, tiny = (Path(name, "tokenizer.json") for name in (given.get("model", MODEL), MODEL))
     embedded = own.is_file() and tiny.is_file() and own.read_bytes() == tiny.read_bytes()  # or made of it
+    native = torch.cuda.is_available() or not embedded and torch.cpu.get_capabilities().get("avx512_bf16")
     defaults = {f.name: f.metadata["embedded" if embedded else "real"] for f in fields(args) if f.metadata}
+    defaults["precision"] = "bfloat16" if native else "float32"
     with contextlib.suppress(Exception):  # load_model reports
         named = json.loads(own.with_name("config.json").read_text())["task_defaults"]
         defaults |= (taken := {name: named[name] for name in {*defaults} & {*named} - {*given}})
@@ -408,8 +409,7 @@ def load_rows(dataset, num_held_out, read, flag="--dataset"):
         splits = load_dataset(kind, data_files=str(dataset).replace("[", "[[]")) if kind else load_dataset(*name)
         train, test = list(splits["train"]), splits.get("test") or splits.get("validation")
     source = list(test or train)
-    generator = torch.Generator().manual_seed(0)  # of data alone
-    held_out = sorted(torch.randperm(len(source), generator=generator)[:num_held_out].tolist())
+    held_out = sorted(torch.randperm(len(source), generator=torch.Generator().manual_seed(0))[:num_held_out].tolist())
     rest = range(len(train)) if test else sorted({*range(len(train))} - {*held_out})
     loaded, report = [], []
     for split, rows, places in (("training", train, rest), ("held-out", source, held_out)):

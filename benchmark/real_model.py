@@ -101,7 +101,7 @@ RUNS = {
         "ppo_rlhf",
         f"--dataset {MANNERS} --max-prompt-length 128 --max-completion-length 64 --eval-prompts 64 --minibatch-size 32 "
         "--num-steps 12 --prompts-per-step 64 --update-epochs 2 --learning-rate 1e-5 --value-learning-rate 3e-5 "
-        "--eval-every 12",
+        "--eval-every 12 --microbatch-tokens 512",
         reward_model="reward_model",
     ),
     "one_sentence": Run(

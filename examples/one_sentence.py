@@ -8,7 +8,7 @@ others a ninth for each of the three that they meet. No answers are needed. The 
 for every rollout and every greedy evaluation.
 
     python models/smollm2/make.py ...                                        (once: see models/smollm2/README.md)
-    python examples/one_sentence.py --model models/smollm2 --precision bfloat16 --learning-rate 1e-5 --kl-coef 0
+    python examples/one_sentence.py --model models/smollm2 --learning-rate 1e-5 --kl-coef 0
 """
 
 import re

@@ -31,6 +31,14 @@ def alone():
         torch.distributed.destroy_process_group()
 
 
+@pytest.fixture(autouse=True)
+def processor(monkeypatch):
+    """One that does not multiply bfloat16, whatever this is: float32 is then the default of every model."""
+    import torch
+
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+
+
 @pytest.fixture
 def tokenizer():
     from tiny import TINY

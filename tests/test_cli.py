@@ -154,6 +154,17 @@ def test_defaults_follow_the_model(script, model, which):
     assert (given.num_steps, given.system_prompt) == (7, "x")
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_real_models_compute_in_bfloat16_where_the_processor_multiplies_it(script, monkeypatch):
+    def found(**settings):
+        return script.resolve_args(script.Args(**settings)).precision
+
+    assert found() == found(model="some/model") == "float32"
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    assert found() == found(model=str(TINY)) == found(model="some/model", precision="float32") == "float32"
+    assert found(model="some/model") == "bfloat16"
+
+
 def test_an_empty_chat_template_is_one_line(folder):
     model = shutil.copytree(TINY, folder / "model")
     (model / "chat_template.jinja").write_text("")
@@ -217,7 +228,7 @@ def test_every_flag_has_one_line_of_ascii_help_and_states_both_defaults(script):
     assert all(text.isascii() and text.strip() and "\n" not in text for text in help_lines.values())
     optional = {field.name for field in fields(script.Args) if field.default is None}
     own = {"overlong_buffer"} if script is dapo else set()  # a share of another setting
-    assert optional - {*by_model(script)} == {"model", "dataset", "run_dir", "resume", *own}
+    assert optional - {*by_model(script)} == {"model", "dataset", "run_dir", "resume", "precision", *own}
     for name, values in by_model(script).items():
         if name == "system_prompt":
             assert "(embedded: none; real: asks for steps and a boxed answer)" in help_lines[name]

@@ -333,7 +333,7 @@ def main(args):
     config = load_config(args.model)
     given = {name: getattr(args, name) for name in SETTINGS}
     if args.cpu_gb:
-        given["precision"] = given["precision"] or "float32"  # a script's default there
+        given["precision"] = given["precision"] or "float32"  # the larger one
     settings = read_settings(args.script, config, **given)
     settings.cpu = args.cpu_gb is not None
     models = count_models(config, args.script)
