@@ -228,8 +228,10 @@ def run_trl(job):
     for prompt in rows["prompt"]:
         ids = grpo.encode_prompt(tokenizer, prompt, settings.get("system_prompt", ""))
         texts.append(tokenizer.decode(ids) if tokenizer.chat_template else prompt)
-        assert tokenizer(texts[-1])["input_ids"] == ids
+        assert tokenizer(texts[-1])["input_ids"] == ids and len(ids) <= settings["max_prompt_length"]
     rows = rows.remove_columns("prompt").add_column("prompt", texts)
+    # In grpo.py's order: rewards of a step then differ by sampling alone.
+    rows = rows.select(grpo.pick_rows(range(len(rows)), 0, len(rows), job["seed"]))
 
     def reward(completions, answer, **_):
         return [grpo.reward_fn(completion, gold) for completion, gold in zip(completions, answer)]
@@ -297,6 +299,7 @@ def run_trl(job):
             gradient_checkpointing=False,
             save_strategy="no",
             logging_strategy="no",
+            shuffle_dataset=False,
             report_to="none",
             disable_tqdm=True,
             seed=job["seed"],
