@@ -16,7 +16,7 @@ and its two optimizer steps; the first step of a process warms up and is not cou
 
 The last two begin from `python benchmark/real_model.py --runs sft --seeds 1`, a model of 135 million parameters that
 was taught the form of its answers: "real" times it in float32 and in bfloat16, "curves" lets both sides learn for 20
-steps, side by side with a thread each, and draws docs/pictures/grpo_vs_trl.png.
+steps, both seeds of a side at once with half of the threads each, and draws docs/pictures/grpo_vs_trl.png.
 """
 
 import contextlib
@@ -85,7 +85,7 @@ REAL = {
     "steps": 2,
 }
 SIZES |= {"real float32": REAL, "real bfloat16": REAL | {"precision": "bfloat16"}}
-SIZES |= {"curves": REAL | {"precision": "bfloat16", "repeats": 2, "steps": 19, "at_once": True}}
+SIZES |= {"curves": REAL | {"precision": "bfloat16", "repeats": 2, "steps": 19}}
 CHOICES = {"both": ["embedded", "large"], "real": ["real float32", "real bfloat16"]}
 CLIP_EPS, KL_COEF, MAX_GRAD_NORM = 0.2, 0.04, 1.0
 VOCAB_SIZE, STOP_RATE = 32_000, 1 / 40  # of the large model
@@ -95,6 +95,8 @@ VOCAB_SIZE, STOP_RATE = 32_000, 1 / 40  # of the large model
 class Args:
     size: Literal["embedded", "large", "both", "real", "curves"] = "both"
     """models/tiny on data/addition, a random model of 58 M parameters; one that was trained, of 135 M"""
+    model: str | None = None
+    """checkpoint to begin from, relative to the repository (real, curves: runs/real_model/sft_1/checkpoint)"""
     repeats: int | None = None
     """processes per side (embedded, real: 3; large: 5; curves: 2)"""
     steps: int | None = None
@@ -356,8 +358,8 @@ def start_child(job, threads):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def take_turns(size, settings, repeat, folder, threads):
-    """Both sides once: one after the other, or at once with half of the threads each."""
+def run_side(size, settings, repeat, side, folder, threads):
+    """One side once, in a process of its own."""
     if size == "large":
         model, dataset = Path(folder, "model"), Path(folder, "data")
     else:
@@ -365,13 +367,8 @@ def take_turns(size, settings, repeat, folder, threads):
     if not model.exists():
         raise SystemExit(f"{model}: missing, python benchmark/real_model.py --runs sft --seeds 1 makes it")
     job = {"folder": tempfile.mkdtemp(dir=folder), "size": size, "settings": settings, "steps": settings["steps"]}
-    job |= {"model": str(model), "dataset": str(dataset), "seed": repeat + 1}
-    at_once = settings.get("at_once", False)
-    with ThreadPoolExecutor(1 + at_once) as pool:
-        sides = ["ours", "trl"]
-        found = pool.map(lambda side: start_child(job | {"side": side}, threads // (1 + at_once)), sides)
-        for side, run in zip(sides, found):
-            yield {"side": side, "seed": repeat + 1, **run}
+    job |= {"model": str(model), "dataset": str(dataset), "side": side, "seed": repeat + 1}
+    return {"side": side, "seed": repeat + 1, **start_child(job, threads)}
 
 
 def draw(runs):
@@ -443,22 +440,38 @@ def main(args):
     }
     out, sizes, runs = Path(args.out), CHOICES.get(args.size, [args.size]), {}
     out.parent.mkdir(parents=True, exist_ok=True)
-    given = {"repeats": args.repeats, "steps": args.steps, "trl_batch_size": args.trl_batch_size}
+    given = {name: getattr(args, name) for name in ("model", "repeats", "steps", "trl_batch_size")}
     given = {name: value for name, value in given.items() if value}
     settings = {size: SIZES[size] | given for size in sizes}
     with tempfile.TemporaryDirectory() as folder:
         if "large" in sizes:
             start_child({"side": "make_large", "folder": folder}, args.threads)
-        for repeat in range(max(settings[size]["repeats"] for size in sizes)):
-            for size in [size for size in sizes if repeat < settings[size]["repeats"]]:
-                for run in take_turns(size, settings[size], repeat, folder, args.threads):
-                    runs.setdefault(size, []).append(run)
-                    median = statistics.median(step["rollout"] + step["update"] for step in run["steps"][1:])
-                    line = f"{size} {repeat + 1} {run['side']:4} {median:7.2f} s a step, {run['peak_gib']:.2f} GiB"
-                    print(line, flush=True)
-                found = {"settings": settings[size], "summary": summarize(settings[size], runs[size])}
-                report["results"][size] = found | {"runs": runs[size]}
-                out.write_text(json.dumps(report, indent=1) + "\n")
+        jobs = [
+            (size, repeat, side)
+            for repeat in range(max(settings[size]["repeats"] for size in sizes))
+            for size in sizes
+            for side in ("ours", "trl")
+            if repeat < settings[size]["repeats"]
+        ]
+        together = 2 if sizes == ["curves"] else 1
+        jobs.sort(
+            key=lambda job: job[2] if together == 2 else ""
+        )  # both seeds of a side at once: as fast as each other
+
+        def run(job):
+            size, repeat, side = job
+            return run_side(size, settings[size], repeat, side, folder, args.threads // together)
+
+        with ThreadPoolExecutor(together) as pool:
+            for (size, repeat, side), found in zip(jobs, pool.map(run, jobs)):
+                runs.setdefault(size, []).append(found)
+                median = statistics.median(step["rollout"] + step["update"] for step in found["steps"][1:])
+                line = f"{size} {repeat + 1} {side:4} {median:7.2f} s a step, {found['peak_gib']:.2f} GiB"
+                print(line, flush=True)
+                if {run["side"] for run in runs[size]} == {"ours", "trl"}:
+                    result = {"settings": settings[size], "summary": summarize(settings[size], runs[size])}
+                    report["results"][size] = result | {"runs": runs[size]}
+                    out.write_text(json.dumps(report, indent=1) + "\n")
     if "curves" in runs:
         draw(runs["curves"])
     print(f"\n{table(report['results'])}")
