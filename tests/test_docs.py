@@ -2,8 +2,10 @@
 
 import dataclasses
 import importlib
+import json
 import re
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -148,3 +150,33 @@ def test_pages_have_no_marks_left_and_no_line_that_is_too_long(page):
     lines = [] if page in GENERATED else text.splitlines()
     written = [line for line in lines if not line.startswith(("|", "    ", "**", "+", "-"))]
     assert [line for line in written if len(line) > 130 and "](" not in line] == []
+
+
+def shown_as(number, text):
+    """Whether a text is this number, rounded to the digits that it has."""
+    return abs(number - float(text)) <= 0.5001 * 10.0 ** -len(text.partition(".")[2])
+
+
+def test_tables_of_the_results_are_those_of_the_measurements():
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    results = {
+        name: json.loads((ROOT / "benchmark" / "results" / f"{name}.json").read_text())
+        for name in ("grpo_seeds", "grpo_vs_trl_embedded", "grpo_vs_trl_large", "grpo_vs_trl_real")
+    }
+    seeds = [
+        [run[key] for key in ("seed", "before", "after", "pass@1 before", "pass@1 after", "training seconds")]
+        for run in results.pop("grpo_seeds")["seeds"]
+    ]
+    seeds.append([fmean(column) for column in zip(*seeds)])
+    sides = [
+        [size["summary"][side][key] for side in ("ours", "trl", "ratio")]
+        for found in results.values()
+        for size in found["results"].values()
+        for key in ("rollout_seconds", "update_seconds", "step_seconds", "peak_gib")
+    ]
+    for title, numbers, first in (("The default run of grpo.py", seeds, 1), ("Against TRL", sides, 0)):
+        section = page.partition(f"## {title}\n")[2].partition("\n## ")[0]
+        rows = [line.strip("| ").split(" | ")[1:] for line in section.splitlines() if line.startswith("| ")][1:]
+        assert len(rows) == len(numbers)
+        for row, expected in zip(rows, numbers):
+            assert all(map(shown_as, expected[first:], row)), (row, expected)
