@@ -95,13 +95,16 @@ RUNS = {
     "grpo_3e-6": on_words("grpo", "--kl-coef 0", rate="3e-6", seeds=(1,)),
     "grpo_3e-5": on_words("grpo", "--kl-coef 0", rate="3e-5", seeds=(1,)),
     "grpo_float32": on_words("grpo", "--kl-coef 0", precision="float32", seeds=(1,)),
+    "grpo_kl": on_words("grpo", "--kl-coef 0.04", seeds=(3,)),
+    "grpo_warmup": on_words("grpo", "--kl-coef 0 --warmup-steps 8", seeds=(3,)),
+    "grpo_one_update": on_words("grpo", "--kl-coef 0 --minibatch-size 128", seeds=(3,)),
     "reward_model": Run("reward_model", f"{PAIRS} --num-steps 30 --learning-rate 5e-5 --eval-every 10"),
     "dpo": Run("dpo", f"{PAIRS} --num-steps 30 --learning-rate 1e-5 --warmup-steps 3 --eval-every 10"),
     "ppo_rlhf": Run(
         "ppo_rlhf",
         f"--dataset {MANNERS} --max-prompt-length 128 --max-completion-length 64 --eval-prompts 64 --minibatch-size 32 "
         "--num-steps 12 --prompts-per-step 64 --update-epochs 2 --learning-rate 1e-5 --value-learning-rate 3e-5 "
-        "--eval-every 12 --microbatch-tokens 512",
+        "--eval-every 12 --microbatch-tokens 512 --rollout-batch-size 64",
         reward_model="reward_model",
     ),
     "one_sentence": Run(
@@ -307,6 +310,8 @@ def cost(rows, name):
 
 TITLES = {"instruct": "as it comes", "grpo_svamp": "`grpo.py` on SVAMP", "grpo_tools": "`grpo_tools.py` on SVAMP"}
 TITLES |= {"grpo_tools_both": "`grpo_tools.py` on both", "grpo_float32": "`grpo.py` in float32"}
+TITLES |= {"grpo_kl": "`grpo.py --kl-coef 0.04`", "grpo_warmup": "`grpo.py --warmup-steps 8`"}
+TITLES |= {"grpo_one_update": "`grpo.py --minibatch-size 128`"}
 TITLES |= {f"grpo_{rate}": f"`grpo.py` at {rate}" for rate in ("1e-6", "3e-6", "3e-5")}
 METRICS = {"eval/accuracy": "right", "eval/pass@1": "pass@1", "eval/pass@4": "pass@4", "equations/true": "equations"}
 
