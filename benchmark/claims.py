@@ -41,6 +41,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results" / "claims.csv"
 SEEDS, BIN = (1, 2, 3, 4, 5), 5  # steps in a row of the csv
 UNSEEN_SEEDS = (6, 7, 8)
+THREE_SEEDS = (1, 2, 3)  # of the map, the details, and what takes long
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  # t of 95 %, by the number of seeds
 TUNING_SEED = 6  # of TUNING, not one of those that decide
 FLAGS = "--model models/long --dataset data/long --save-every 1000 --eval-every 1000 --eval-prompts 256"
@@ -51,8 +52,42 @@ BASES = {
     "bases/twice": ("0.25 0.15", "--num-steps 300 --learning-rate 1.5e-3 --warmup-steps 30"),
 }
 
-MANY = "256 samples"  # in place of a patch: of the model that comes out, on 64 held-out prompts
+MANY = "256 samples"  # begins a patch: of the model that comes out, on 64 held-out prompts
+OF_LONG = f"{MANY} of long sums"  # of those with six to eight terms
 PASS = (1, 4, 16, 64, 256)
+
+FRESH = "the first minibatch alone"  # so that every optimizer step has a rollout of its own
+ONE_MINIBATCH = [
+    (
+        "for rows in order.tensor_split(minibatches_per_epoch)]",
+        "for rows in order.tensor_split(minibatches_per_epoch)][:1]",
+    ),
+    ("            later_rows = later_rows[live[later_rows]]", "            later_rows = later_rows[:0]"),
+]
+DELAYS = (1, 4, 16)
+
+
+def sampled_before(delay):
+    """The edits by which the sampler is so many optimizer steps old, and its log-probabilities those of the ratio."""
+    rollout = "            with gathered(policy) as sampler:\n                batch, texts = rollout("
+    keep = "{key: value.clone() for key, value in policy.state_dict().items()}"
+    return [
+        (
+            rollout,
+            f"            past = [*(past if step > 1 else []), {keep}][-{delay + 1} :]\n"
+            f"            policy.load_state_dict(past[0])\n{rollout}",
+        ),
+        (
+            '            batch["advantages"] = compute_advantages(',
+            '            policy.load_state_dict(past[-1])\n            batch["advantages"] = compute_advantages(',
+        ),
+        (
+            '            clock["logprob"] = time',
+            '            batch["old_logprobs"] = batch["sampler_logprobs"]\n            clock["logprob"] = time',
+        ),
+        ("divisors[-1], update == 0, args", "divisors[-1], False, args"),
+    ]
+
 
 # What no flag does: {name: [(what is replaced in the script, by what), ...]}; to these come those of details.py.
 PATCHES = {
@@ -66,6 +101,11 @@ PATCHES = {
             "            # rollout: sample completions",
         )
     ],
+    FRESH: ONE_MINIBATCH,
+    **{f"sampled {delay} steps ago": ONE_MINIBATCH + sampled_before(delay) for delay in DELAYS},
+    "random rewards": [
+        ("    rewards = score_completions(", "    rewards = [*map(int, torch.rand(len(texts)) < 0.5)] or (")
+    ],
     "from step 31 on measured, not trained": [
         ("args.group_size, args.baseline)", 'args.group_size, args.baseline if step > 30 else "leave_one_out")'),
         (
@@ -74,6 +114,11 @@ PATCHES = {
         ),
     ],
     MANY: [],
+    OF_LONG: [],
+    **{
+        f"{OF_LONG}, {side}": [("        return rewards\n", f"        return (2 * rewards - 1){clamp}\n")]
+        for side, clamp in (("both", ""), ("right ones alone", ".clamp(min=0)"), ("wrong ones alone", ".clamp(max=0)"))
+    },
 }
 PATCHES |= {
     f"{script}: {name}": edits for script, found in DETAILS.items() for name, (_, edits) in found.items() if edits
@@ -98,16 +143,19 @@ COLUMNS = {  # column: key of metrics.jsonl; means over the steps of a row but f
         name: f"observed/{name}"
         for name in "clipped length_right length_wrong dots_right dots_wrong works all_right all_wrong".split()
     },
+    **{f"reward_{kind}": f"observed/reward_{kind}" for kind in ("few", "many")},
     "score": "eval/score",
     "chosen": "eval/pair_chosen_log_ratio",
     "rejected": "eval/pair_rejected_log_ratio",
-    **{f"{name}@{k} of 256": f"observed/{name}@{k}" for name in ("pass", "maj") for k in PASS[1:]},
+    **{f"{name}@{k} of 256": f"observed/{name}@{k}" for name in ("pass", "maj") for k in PASS},
     "signal": "observed/signal",
 }
 SUMS = ("completions", "seconds")
 # Differences that do not matter, by column, in its own unit; where there is none, any may.
-BOUNDS = dict.fromkeys("reward accuracy works truncated all_right all_wrong clipped score pass@1".split(), 0.05)
-BOUNDS |= dict.fromkeys(("maj@64 of 256", "pass@16 of 256", "pass@256 of 256"), 0.05)
+BOUNDS = dict.fromkeys(
+    "reward reward_few reward_many accuracy works truncated all_right all_wrong clipped score pass@1".split(), 0.05
+)
+BOUNDS |= dict.fromkeys(("maj@64 of 256", *(f"pass@{k} of 256" for k in PASS)), 0.05)
 BOUNDS |= dict.fromkeys(("dots_wrong", "dots_right", "length"), 5)  # of at most 112 tokens
 BOUNDS |= {"entropy": 0.02, "chosen": 0.2}  # nats
 TITLES = {  # of columns, where these do not speak for themselves
@@ -119,6 +167,8 @@ TITLES = {  # of columns, where these do not speak for themselves
     "dots_right": "dots of a right completion",
     "truncated": "share cut off",
     "works": "share that shows its work",
+    "reward_few": "reward of three to five terms",
+    "reward_many": "reward of six to eight terms",
     "all_right": "groups all right",
     "all_wrong": "groups all wrong",
     "entropy": "entropy, nats a token",
@@ -131,8 +181,7 @@ TITLES = {  # of columns, where these do not speak for themselves
     "chosen": "log-ratio of the chosen",
     "rejected": "log-ratio of the rejected",
     "maj@64 of 256": "majority of 64",
-    "pass@16 of 256": "pass@16",
-    "pass@256 of 256": "pass@256",
+    **{f"pass@{k} of 256": f"pass@{k}" for k in PASS},
 }
 
 
@@ -159,8 +208,10 @@ class Claim:
     panels: tuple = ()  # columns that are drawn
     against: str = "step"
     halves: int = 1  # of the claim, a test each
+    seeds: tuple = SEEDS
 
 
+CLIPPED = "cispo: the clipped objective of dapo.py"
 LEARN = "--learning-rate 3e-4 --num-steps 40"
 GRPO, DR_GRPO, DAPO = f"grpo --kl-coef 0 {LEARN}", f"dr_grpo {LEARN}", f"dapo {LEARN}"
 SMALL_GROUPS = f"{DAPO} --group-size 4 --prompts-per-step 32"
@@ -183,6 +234,12 @@ def cell(name, rate, updates):
     return f"{FAMILY.get(name, name)} --learning-rate {rate} --num-steps 40 --minibatch-size {128 // updates}"
 
 
+def fresh(name, rate, patch=FRESH):
+    """As many optimizer steps as the first fifteen rollouts of cell make, each of the first minibatch of a rollout."""
+    return cell(name, rate, 16).replace("--num-steps 40", "--num-steps 240") + f" | {patch}"
+
+
+REUSED = ("grpo", "gspo", "cispo")
 TUNING = {("reinforce", rate): f"reinforce --learning-rate {rate} --num-steps 40" for rate in RATES}
 TUNING |= {
     ("ppo_rlhf", rate, other): f"ppo_rlhf --reward-model none --kl-coef 0 --num-steps 40 --learning-rate {rate}"
@@ -217,6 +274,9 @@ CLAIMS = {
             "with 1/std": f"{DR_GRPO} | dr_grpo: divided by the std",
             "with both": f"{DR_GRPO} | divided by both",
             "GRPO": GRPO,
+            # Made when rewards by the number of terms were looked at:
+            "Dr. GRPO, 20 steps": "dr_grpo --learning-rate 3e-4 --num-steps 20",
+            "with 1/std, 20 steps": "dr_grpo --learning-rate 3e-4 --num-steps 20 | dr_grpo: divided by the std",
         },
         [
             Test("dots_wrong", "with 1/length", "Dr. GRPO", 31, 40),
@@ -230,6 +290,7 @@ CLAIMS = {
             Test("reward", "Dr. GRPO", "with 1/std", 31, 40),
             Test("works", "Dr. GRPO", "with 1/length", 6, 20),
             Test("works", "Dr. GRPO", "with 1/std", 6, 20),
+            *(Test(f"reward_{n}", "with 1/std, 20 steps", "Dr. GRPO, 20 steps", 6, 20) for n in ("many", "few")),
         ],
         ("dots_wrong", "works", "reward"),
     ),
@@ -256,8 +317,18 @@ CLAIMS = {
     ),
     "dapo_clip": Claim(
         "Yu et al. 2025, figure 2: a higher upper clip keeps entropy from collapsing",
-        {"0.28": f"{DAPO} --minibatch-size 8", "0.2": f"{DAPO} --minibatch-size 8 --clip-eps-high 0.2"},
-        [Test("entropy", "0.28", "0.2", 31, 40), Test("reward", "0.28", "0.2", 31, 40)],
+        {
+            "0.28": cell("dapo", "1e-4", 16),
+            "0.2": cell("dapo --max-rounds 1 --clip-eps-high 0.2", "1e-4", 16),
+            "0.28, 3e-4": f"{DAPO} --minibatch-size 8",
+            "0.2, 3e-4": f"{DAPO} --minibatch-size 8 --clip-eps-high 0.2",
+        },
+        [
+            Test("entropy", "0.28", "0.2", 31, 40),
+            Test("reward", "0.28", "0.2", 31, 40),
+            Test("entropy", "0.28, 3e-4", "0.2, 3e-4", 31, 40),
+            Test("reward", "0.28, 3e-4", "0.2, 3e-4", 31, 40),
+        ],
         ("entropy", "clipped_high", "reward"),
     ),
     "dapo_overlong": Claim(
@@ -292,9 +363,11 @@ CLAIMS = {
             "DAPO": f"dapo --max-rounds 1 {RARE}",
             "DAPO, 0.2": f"dapo --max-rounds 1 --clip-eps-high 0.2 {RARE}",
             "GRPO": f"grpo --kl-coef 0 {RARE}",
+            "CISPO, DAPO's objective": f"cispo {RARE} | {CLIPPED}",
         },
         [
             Test("works", "CISPO", "DAPO", 1, 100),
+            Test("works", "CISPO", "CISPO, DAPO's objective", 1, 100),  # added last
             Test("works", "CISPO", "GRPO", 1, 100),
             Test("works", "DAPO", "DAPO, 0.2", 1, 100),
             Test("entropy", "DAPO", "DAPO, 0.2", 1, 100),
@@ -321,10 +394,13 @@ CLAIMS = {
     **{
         f"cispo_{rate}": Claim(
             "Chen et al. 2025, figure 2: with many updates of a rollout CISPO learns faster than GRPO and DAPO",
-            {name: cell(name, rate, 16) for name in ("cispo", "dapo", "grpo")},
+            {name: cell(name, rate, 16) for name in ("cispo", "dapo", "grpo")}
+            | {"dapo's objective": f"{cell('cispo', rate, 16)} | {CLIPPED}"},
             [
                 Test("reward", "cispo", "dapo", 6, 15),
                 Test("reward", "cispo", "grpo", 6, 15),
+                Test("reward", "cispo", "dapo's objective", 6, 15),  # added last, as that below
+                Test("reward", "cispo", "dapo's objective", 31, 40),
                 Test("reward", "cispo", "dapo", 31, 40),
                 Test("reward", "cispo", "grpo", 31, 40),
             ],
@@ -353,6 +429,32 @@ CLAIMS = {
         for updates in (4, 16)
         for rate in RATES
     },
+    **{
+        f"reuse_{rate}": Claim(
+            "Often said: many updates of a rollout break training, for the policy leaves the one that sampled",
+            {f"{name}, reused": cell(name, rate, 16) for name in REUSED}
+            | {f"{name}, fresh": fresh(name, rate) for name in REUSED}
+            | {"grpo, one update of 128": cell("grpo", rate, 1)},
+            [
+                *(Test("reward", f"{name}, fresh", f"{name}, reused", 161, 240, (11, 15)) for name in REUSED),
+                Test("reward", "grpo, fresh", "grpo, reused", 1, 80, (1, 5)),
+                Test("reward", "grpo, one update of 128", "grpo, fresh", 31, 40, (161, 240)),
+            ],
+            seeds=THREE_SEEDS,
+        )
+        for rate in RATES[:2]
+    },
+    "stale": Claim(
+        "Often said: the older the sampler, the less is learned",
+        {"0 steps old": fresh("grpo", "1e-4")}
+        | {f"{n} steps old": fresh("grpo", "1e-4", f"sampled {n} steps ago") for n in DELAYS},
+        [
+            *(Test("reward", "0 steps old", f"{n} steps old", 161, 240) for n in DELAYS[::-1]),
+            Test("clipped", "16 steps old", "1 steps old", 161, 240),
+        ],
+        ("reward", "clipped", "entropy"),
+        seeds=THREE_SEEDS,
+    ),
     "process": Claim(
         "Shao et al. 2024, figure 5: a reward for every step beats one for the answer",
         {
@@ -379,18 +481,37 @@ CLAIMS = {
     ),
     "grpo_iterative": Claim(
         "Shao et al. 2024, figure 6: a reference that follows the policy lets it learn more",
-        {"follows": f"grpo {LEARN} | reference follows", "stays": f"grpo {LEARN}"},
-        [Test("reward", "follows", "stays", 31, 40), Test("dots_wrong", "follows", "stays", 31, 40)],
+        {
+            "follows": f"grpo --kl-coef 0.5 {LEARN} | reference follows",
+            "stays": f"grpo --kl-coef 0.5 {LEARN}",
+            "follows, 0.04": f"grpo {LEARN} | reference follows",
+            "stays, 0.04": f"grpo {LEARN}",
+        },
+        [
+            Test("reward", "follows", "stays", 31, 40),
+            Test("dots_wrong", "follows", "stays", 31, 40),
+            Test("reward", "follows, 0.04", "stays, 0.04", 31, 40),
+            Test("dots_wrong", "follows, 0.04", "stays, 0.04", 31, 40),
+        ],
         ("reward", "dots_wrong", "length"),
     ),
     "grpo_sharpens": Claim(
         "Shao et al. 2024, figure 7: the majority of answers gets better, the best of many answers does not",
-        {"after": f"grpo {LEARN} {MANY_FROM}", "before": f"grpo --num-steps 0 {MANY_FROM}"},
+        {
+            "after": f"grpo {LEARN} {MANY_FROM}",
+            "before": f"grpo --num-steps 0 {MANY_FROM}",
+            "after, long sums": f"grpo {LEARN} {MANY_FROM} of long sums",
+            "before, long sums": f"grpo --num-steps 0 {MANY_FROM} of long sums",
+        },
         [
             Test("maj@64 of 256", "after", "before", 40, 40, (0, 0)),
             Test("pass@16 of 256", "after", "before", 40, 40, (0, 0)),
             Test("pass@256 of 256", "after", "before", 40, 40, (0, 0)),
             Test("pass@1", "after", "before", 40, 40, (0, 0)),
+            *(
+                Test(f"{column} of 256", "after, long sums", "before, long sums", 40, 40, (0, 0))
+                for column in ("maj@64", "pass@1", "pass@16", "pass@256")
+            ),
         ],
     ),
     "reinforce_baseline": Claim(
@@ -427,6 +548,34 @@ CLAIMS = {
             Test("seconds", "PPO", "RLOO", 40, 40),
         ],
         ("reward", "length", "seconds"),
+    ),
+    "one_sided": Claim(
+        "Zhu et al. 2025, figure 1: learning from wrong answers alone keeps pass@k, from right ones alone costs it",
+        {
+            side: f"reinforce --baseline none {LEARN} --eval-prompts 64 | {OF_LONG}, {side}"
+            for side in ("wrong ones alone", "right ones alone", "both")
+        },
+        [
+            Test("pass@256 of 256", "wrong ones alone", "right ones alone", 40, 40),
+            Test("pass@16 of 256", "wrong ones alone", "right ones alone", 40, 40),
+            Test("pass@1 of 256", "right ones alone", "wrong ones alone", 40, 40),
+            Test("pass@1 of 256", "both", "right ones alone", 40, 40),
+        ],
+        seeds=THREE_SEEDS,
+    ),
+    "random_rewards": Claim(
+        "Shao et al. 2025, section 4: random rewards teach what the clip favours, and nothing without it",
+        {
+            "clip": f"{cell('grpo', '1e-4', 16)} | random rewards",
+            "no clip": f"{cell('grpo --clip-eps 1000 --kl-coef 0', '1e-4', 16)} | random rewards",
+        },
+        [
+            Test("accuracy", "clip", "no clip", 40, 40),
+            Test("works", "clip", "no clip", 31, 40),
+            Test("entropy", "no clip", "clip", 31, 40),
+        ],
+        ("works", "entropy", "length"),
+        seeds=THREE_SEEDS,
     ),
     "ppo_penalty": Claim(
         "Gao et al. 2022, figure 1: optimised too far, a reward model's score rises while what it stands for falls",
@@ -468,7 +617,6 @@ DONE_OTHERWISE = {  # {(script, detail): run}: those of benchmark/details.py tha
     for name, (flags, edits) in DETAILS[script].items()
     if name not in SEEN_ON_EASY_TASK and "bfloat16" not in name
 }
-THREE_SEEDS = (1, 2, 3)  # of the map and the details
 PAGES = [ROOT / "docs" / f"{name}.md" for name in ("claims", *ONLINE)]
 MEASURED = ("reward", "accuracy", "length", "dots_wrong", "truncated", "entropy", "grad_norm")
 SETS = {"map": MAP, "details": DONE_OTHERWISE, "tuning": TUNING}
@@ -493,7 +641,7 @@ def make_base(name):
             shutil.move(f"{folder}/run/checkpoint", made)
 
 
-def observe(script, many, flags):
+def observe(script, patch, flags):
     """Run a script in this process; log more of every rollout: lengths and dots of right and wrong completions."""
     import torch
     import tyro
@@ -504,12 +652,17 @@ def observe(script, many, flags):
 
     def load_tokenizer(*inputs):
         tokenizer = load(*inputs)
-        ids.update(dot=tokenizer.convert_tokens_to_ids("."), think=tokenizer.convert_tokens_to_ids("<think>"))
+        ids.update(
+            plus=tokenizer.convert_tokens_to_ids("+"),
+            dot=tokenizer.convert_tokens_to_ids("."),
+            think=tokenizer.convert_tokens_to_ids("<think>"),
+        )
         return tokenizer
 
     def step_metrics(totals, divisor, batch, group_size, clock):
         metrics, right = plain(totals, divisor, batch, group_size, clock), batch["rewards"] > 0.5
         mask, groups = batch["completion_mask"].bool(), right.view(-1, group_size)
+        terms = 1 + (batch["prompt_ids"] == ids["plus"]).sum(1)
         dots = (mask & (batch["completion_ids"] == ids["dot"])).sum(1).float()
         for name, values in (("length", mask.sum(1).float()), ("dots", dots)):
             for kind, rows in (("right", right), ("wrong", ~right)):
@@ -517,6 +670,9 @@ def observe(script, many, flags):
                     metrics[f"observed/{name}_{kind}"] = values[rows].mean().item()
         found = {"works": batch["completion_ids"][:, 0] == ids["think"]}
         found |= {"all_right": groups.all(1), "all_wrong": ~groups.any(1)}
+        for kind, rows in (("few", terms <= 5), ("many", terms > 5)):
+            if rows.any():
+                metrics[f"observed/reward_{kind}"] = batch["rewards"][rows].mean().item()
         clipped = [metrics.get(f"policy/clip_fraction_{side}", 0.0) for side in ("low", "high")]
         metrics |= {f"observed/{name}": value.float().mean().item() for name, value in found.items()}
         return metrics | {"observed/clipped": sum(clipped)}
@@ -530,9 +686,11 @@ def observe(script, many, flags):
         at_the_end("run/metrics.jsonl", {"observed/signal": found})
     if script == "dpo":  # which does not sample
         at_the_end("run/metrics.jsonl", {"eval/accuracy": greedy("run/checkpoint")["greedy accuracy"]})
-    if many:
+    if patch.startswith(MANY):
         model = "run/checkpoint" if Path("run/checkpoint").exists() else "models/long"
-        at_the_end("run/metrics.jsonl", sample_many(module, model, int(flags[flags.index("--seed") + 1])))
+        at_the_end(
+            "run/metrics.jsonl", sample_many(module, model, int(flags[flags.index("--seed") + 1]), OF_LONG in patch)
+        )
 
 
 def watch_gradients(module):
@@ -570,7 +728,7 @@ def at_the_end(log, metrics):
         file.write(json.dumps({"step": last, **metrics}) + "\n")
 
 
-def sample_many(module, model, seed):
+def sample_many(module, model, seed, of_long):
     """Return pass@k, and the accuracy of the majority of k answers, of 256 completions a prompt."""
     import torch
 
@@ -578,7 +736,8 @@ def sample_many(module, model, seed):
     tokenizer = module.load_tokenizer(model)
     model, stop_ids = module.load_model(model, tokenizer)
     args = module.resolve_args(module.Args(model="models/long", dataset="data/long", rollout_batch_size=256))
-    prompts = module.load_prompts(args.dataset, tokenizer, "", args.max_prompt_length, 64)[1]
+    prompts = module.load_prompts(args.dataset, tokenizer, "", args.max_prompt_length, 128)[1]
+    prompts = [prompt for prompt in prompts if not of_long or prompt["prompt"].count("+") >= 5][:64]
     torch.manual_seed(seed)
     _, texts = module.sample_completions(model, tokenizer, prompts, PASS[-1], 1.0, stop_ids, args)
     answers = [text and module.parse_answer(text) for text in map(module.extract_answer, texts)]
@@ -689,10 +848,22 @@ def chance(more, less):
 
 
 def deciding(found):
-    """{(claim, half): (its column, more, less)} of the tests that decide."""
+    """{(claim, half): (its column, more, less)} of the tests that decide and were run."""
     keys = [(name, half) for name, claim in CLAIMS.items() for half in range(claim.halves)]
     tests = [(CLAIMS[name], CLAIMS[name].tests[half]) for name, half in keys]
-    return {key: (test.column, *sides_of(claim, test, found, SEEDS)) for key, (claim, test) in zip(keys, tests)}
+    sides = {key: (test.column, *sides_of(claim, test, found, claim.seeds)) for key, (claim, test) in zip(keys, tests)}
+    return {key: side for key, side in sides.items() if None not in side[1] + side[2]}
+
+
+def missing(found):
+    """A line of markdown for every claim with runs that were not made."""
+    lines = []
+    for name, claim in CLAIMS.items():
+        absent = [side for side, run in claim.runs.items() if any((run, seed) not in found for seed in claim.seeds)]
+        lines += [f"- `{name}`: {', '.join(absent)}"] if absent else []
+    return (
+        "\n".join(["Not run yet, and not in the tables:", "", *lines] if lines else ["Nothing is left to run."]) + "\n"
+    )
 
 
 def survivors(sides):
@@ -728,11 +899,12 @@ def stretch(by, first, last):
     return f"step {first}" if first == last else f"{by.removesuffix('s')}s {first} to {last}"
 
 
-def table(claim, found, seeds=SEEDS):
+def table(claim, found, seeds=None):
     """Return the markdown table of a claim: a row per test with both sides, the difference and the verdict.
 
     Bold are the rows that decide. Completions are those that a side had sampled when its stretch ended.
     """
+    of_page, seeds = seeds is None, seeds or claim.seeds
     lines = [
         "| should be more | than | means | difference, 95 % | verdict | completions |",
         "|---|---|---|---|---|---|",
@@ -743,6 +915,8 @@ def table(claim, found, seeds=SEEDS):
         names = f"{TITLES.get(test.column, test.column)}: {test.more}, {stretch(test.by, test.first, test.last)}"
         names = f"{bold}{names}{bold} | {test.less}"
         names += f", {stretch(test.by, *test.less_from)}" if test.less_from else ""
+        if None in more + less and of_page:
+            continue
         if None in more + less:
             lines.append(f"| {names} | | | not run | |")
             continue
@@ -822,7 +996,7 @@ def summary(page, found):
     kept = survivors(sides)
     for name, claim in CLAIMS.items():
         before, mark, _ = page.partition(f"<!-- {name} -->\n")
-        if mark:
+        if mark and (name, 0) in sides:
             anchor = re.sub(r"[^\w -]", "", before.rpartition("\n## ")[2].partition("\n")[0].lower()).replace(" ", "-")
             own = {key: side for key, side in sides.items() if key[0] == name}
             effects = "; ".join(f"{TITLES.get(side[0], side[0])} {effect(*side[1:])}" for side in own.values())
@@ -832,10 +1006,10 @@ def summary(page, found):
     return "\n".join(lines) + "\n"
 
 
-def tables(found, seeds=SEEDS):
+def tables(found, seeds=None):
     """Return the markdown tables by name: of claims, sets, and the details of each script."""
     details = {f"{script} on longer sums": otherwise(found, script) for script in ONLINE}
-    sets = {"map": heat(found), "tuning": tuned(found)}
+    sets = {"map": heat(found), "tuning": tuned(found), "missing": missing(found)}
     sets["details"] = "\n".join(f"{title}\n\n{text}" for title, text in details.items())
     return {name: table(claim, found, seeds) for name, claim in CLAIMS.items()} | details | sets
 
@@ -892,6 +1066,8 @@ def draw_many(name, found):
         columns = ["pass@1", *(f"{kind}@{k} of 256" for k in PASS[1:])]
         for side, run in CLAIMS[name].runs.items():
             rows = [found[run, seed][-1] for seed in SEEDS if (run, seed) in found]
+            if not rows:
+                continue
             axis.plot(PASS, [statistics.mean(row[column] for row in rows) for column in columns], "o-", label=side)
         axis.set(title=title, xlabel="k", xscale="log", xticks=PASS, xticklabels=PASS, ylim=(0, 1.03))
         axis.grid(alpha=0.3)
@@ -933,7 +1109,7 @@ def main():
         (run, seed): None  # in order, and once
         for name in chosen
         for run in (SETS.get(name) or CLAIMS[name].runs).values()
-        for seed in args.seeds or SEEDS_OF_SETS.get(name, SEEDS)
+        for seed in args.seeds or (SEEDS_OF_SETS[name] if name in SETS else CLAIMS[name].seeds)
     }
     wanted = [] if args.page else [key for key in wanted if key not in found]
     for name in BASES:
@@ -950,7 +1126,7 @@ def main():
                 print(f"{rows[-1]['run']}, seed {rows[-1]['seed']}: {shown}", flush=True)
     found = read(args.results)
     failed = [key for key in wanted if key not in found]
-    texts = tables(found, args.seeds or SEEDS)
+    texts = tables(found, args.seeds)
     for name in chosen * (not args.page):
         print(f"\n{name}\n\n{texts[name]}")
     if args.page:
@@ -963,6 +1139,6 @@ def main():
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["observe"]:
-        observe(sys.argv[2], sys.argv[3] == MANY, sys.argv[4:])
+        observe(sys.argv[2], sys.argv[3], sys.argv[4:])
     else:
         sys.exit(main())

@@ -86,7 +86,7 @@ def test_a_run_that_fails_is_told_by_the_exit_status(tmp_path, monkeypatch):
 @pytest.mark.parametrize("run", sorted(run for run in RUNS if " | " in run))
 def test_patches_are_short_and_fit_their_scripts(run):
     edits = claims.PATCHES[run.partition(" | ")[2]]
-    assert sum(new.count("\n") + 1 for _, new in edits) <= 10
+    assert sum(new.count("\n") + 1 for _, new in edits) <= 12
     source = (ROOT / f"{run.split()[0]}.py").read_text(encoding="utf-8")
     compile(details.edit(source, edits), "patched", "exec")
 
@@ -108,9 +108,11 @@ def test_the_rates_of_rloo_and_ppo_are_the_best_of_the_tuning_seed():
 
 def test_the_page_has_the_numbers_of_the_csv_and_few_words():
     assert all(claims.fill(page, FOUND) == page for page in (path.read_text(encoding="utf-8") for path in claims.PAGES))
-    whole = {run for run in RUNS if all((run, seed) in FOUND for seed in claims.SEEDS)}
     for name, claim in claims.CLAIMS.items():
-        assert f"<!-- {name} -->" in PAGE and whole.issuperset(claim.runs.values()), name
+        made = all((run, seed) in FOUND for run in claim.runs.values() for seed in claim.seeds)
+        assert made or f"- `{name}`: " in claims.missing(FOUND), name
+        assert not made or f"<!-- {name} -->" in PAGE, name
+    assert "<!-- missing -->" in PAGE
     front = ("Five findings", "All claims", "How it is decided", "The runs")  # what they say is of all tables
     for section in PAGE.split("\n## ")[1:]:
         in_front = section.startswith(front)
