@@ -95,8 +95,6 @@ VOCAB_SIZE, STOP_RATE = 32_000, 1 / 40  # of the large model
 class Args:
     size: Literal["embedded", "large", "both", "real", "curves"] = "both"
     """models/tiny on data/addition, a random model of 58 M parameters; one that was trained, of 135 M"""
-    model: str | None = None
-    """checkpoint to begin from, relative to the repository (real, curves: runs/real_model/sft_1/checkpoint)"""
     repeats: int | None = None
     """processes per side (embedded, real: 3; large: 5; curves: 2)"""
     steps: int | None = None
@@ -440,7 +438,7 @@ def main(args):
     }
     out, sizes, runs = Path(args.out), CHOICES.get(args.size, [args.size]), {}
     out.parent.mkdir(parents=True, exist_ok=True)
-    given = {name: getattr(args, name) for name in ("model", "repeats", "steps", "trl_batch_size")}
+    given = {name: getattr(args, name) for name in ("repeats", "steps", "trl_batch_size")}
     given = {name: value for name, value in given.items() if value}
     settings = {size: SIZES[size] | given for size in sizes}
     with tempfile.TemporaryDirectory() as folder:
@@ -454,16 +452,15 @@ def main(args):
             if repeat < settings[size]["repeats"]
         ]
         together = 2 if sizes == ["curves"] else 1
-        jobs.sort(
-            key=lambda job: job[2] if together == 2 else ""
-        )  # both seeds of a side at once: as fast as each other
+        if together == 2:  # both seeds of a side, which take as long as each other
+            jobs.sort(key=lambda job: job[2])
 
-        def run(job):
+        def start(job):
             size, repeat, side = job
             return run_side(size, settings[size], repeat, side, folder, args.threads // together)
 
         with ThreadPoolExecutor(together) as pool:
-            for (size, repeat, side), found in zip(jobs, pool.map(run, jobs)):
+            for (size, repeat, side), found in zip(jobs, pool.map(start, jobs)):
                 runs.setdefault(size, []).append(found)
                 median = statistics.median(step["rollout"] + step["update"] for step in found["steps"][1:])
                 line = f"{size} {repeat + 1} {side:4} {median:7.2f} s a step, {found['peak_gib']:.2f} GiB"

@@ -16,6 +16,19 @@ PAGE = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
 FOUND = claims.read()
 RUNS = {run for claim in claims.CLAIMS.values() for run in claim.runs.values()}
 RUNS |= {run for runs in claims.SETS.values() for run in runs.values()}
+# Written down, not run yet: all other runs of all claims have to be there, and these must not without being taken out.
+NOT_RUN = {
+    "dr_grpo_parts": {"Dr. GRPO, 20 steps", "with 1/std, 20 steps"},
+    "cispo_1e-4": {"dapo's objective"},
+    "cispo_3e-4": {"dapo's objective"},
+    "rare_habit": {"CISPO, DAPO's objective"},
+    "reuse_1e-4": {f"{name}, fresh" for name in ("grpo", "gspo", "cispo")},
+    "stale": {f"{steps} steps old" for steps in (0, 1, 4, 16)},
+    "grpo_sharpens": {"after, long sums", "before, long sums"},
+    "one_sided": {"wrong ones alone", "right ones alone", "both"},
+    "random_rewards": {"clip", "no clip"},
+}
+WITHOUT_SECTION = {"reuse_1e-4", "stale", "one_sided", "random_rewards"}
 NOTHING = dict.fromkeys(claims.COLUMNS, "")
 # Shifts by which -2, -1, 0, 1 and 2 have this chance: quantiles of Student's t, 4 degrees, by their standard error.
 SHIFTS = {0.01: 4.6041 * 0.5**0.5, 0.02: 3.7470 * 0.5**0.5, 0.03: 3.2976 * 0.5**0.5}
@@ -86,7 +99,7 @@ def test_a_run_that_fails_is_told_by_the_exit_status(tmp_path, monkeypatch):
 @pytest.mark.parametrize("run", sorted(run for run in RUNS if " | " in run))
 def test_patches_are_short_and_fit_their_scripts(run):
     edits = claims.PATCHES[run.partition(" | ")[2]]
-    assert sum(new.count("\n") + 1 for _, new in edits) <= 12
+    assert sum(new.count("\n") + 1 for _, new in edits) <= 10
     source = (ROOT / f"{run.split()[0]}.py").read_text(encoding="utf-8")
     compile(details.edit(source, edits), "patched", "exec")
 
@@ -109,9 +122,9 @@ def test_the_rates_of_rloo_and_ppo_are_the_best_of_the_tuning_seed():
 def test_the_page_has_the_numbers_of_the_csv_and_few_words():
     assert all(claims.fill(page, FOUND) == page for page in (path.read_text(encoding="utf-8") for path in claims.PAGES))
     for name, claim in claims.CLAIMS.items():
-        made = all((run, seed) in FOUND for run in claim.runs.values() for seed in claim.seeds)
-        assert made or f"- `{name}`: " in claims.missing(FOUND), name
-        assert not made or f"<!-- {name} -->" in PAGE, name
+        absent = {side for side, run in claim.runs.items() if any((run, seed) not in FOUND for seed in claim.seeds)}
+        assert absent == NOT_RUN.get(name, set()), name
+        assert (f"<!-- {name} -->" in PAGE) == (name not in WITHOUT_SECTION), name
     assert "<!-- missing -->" in PAGE
     front = ("Five findings", "All claims", "How it is decided", "The runs")  # what they say is of all tables
     for section in PAGE.split("\n## ")[1:]:

@@ -179,4 +179,5 @@ def test_tables_of_the_results_are_those_of_the_measurements():
         rows = [line.strip("| ").split(" | ")[1:] for line in section.splitlines() if line.startswith("| ")][1:]
         assert len(rows) == len(numbers)
         for row, expected in zip(rows, numbers):
+            assert len(row) == len(expected) - first
             assert all(map(shown_as, expected[first:], row)), (row, expected)
