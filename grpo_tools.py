@@ -5,13 +5,13 @@ https://arxiv.org/abs/2503.09516, over GRPO, Shao et al. (2024), https://arxiv.o
 
     J(θ) = E_q 1/G Σᵢ 1/Σₜ mᵢₜ Σₜ mᵢₜ min(rᵢₜ Aᵢ, clip(rᵢₜ, 1 − ε, 1 + ε) Aᵢ)
 
-    q, oᵢ     prompt, and the i-th of its G completions, with the replies in it, which whatever follows can read
-    mᵢₜ       1 where the policy sampled the token, stop tokens included, and 0 where the tool wrote it
-    rᵢₜ       π_θ(oᵢₜ) / π_old(oᵢₜ), given all tokens before, the tool's among them; Aᵢ and ε are those of grpo.py
+    q, oᵢ     prompt, and the i-th of its G completions, the tool's replies in it
+    mᵢₜ       1 where the policy sampled the token, stop tokens included, 0 where the tool wrote it
+    rᵢₜ       π_θ(oᵢₜ) / π_old(oᵢₜ), given all tokens before, the tool's too; Aᵢ and ε as in grpo.py
 
 Compared with grpo.py
-- Where a call can end tool_fn is asked; its reply is written next, then the policy goes on: after a stop token, too.
-- The tool's tokens are in no loss, entropy or mean over tokens. They count in rollout/length_* and for the limit.
+- Where a call can end tool_fn is asked; its reply is written next, and the policy goes on, after a stop token too.
+- The tool's tokens are in no loss, entropy or mean over tokens. They count in rollout/length_* and the limit.
 
 Departures from the papers: those of grpo.py. No KL term; a reply has at most --tool-tokens, here a calculator's.
 
@@ -37,8 +37,8 @@ from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timedelta
 from fractions import Fraction
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
@@ -110,7 +110,7 @@ class Args:
     gradient_checkpointing: bool = False
     """recompute activations: less memory, about a third more time"""
     precision: str | None = None
-    """of the transformer blocks, bfloat16 or float32 (bfloat16 on a GPU; real: and on a CPU that has it)"""
+    """of the blocks, bfloat16 or float32 (bfloat16 on a GPU; real: and on a CPU that has it)"""
     lora_rank: int = 0
     """train adapters of this rank, at 3 to 10 times the rate (0: the model itself)"""
 
@@ -440,13 +440,11 @@ def check_args(args, world_size):
     for name, value in vars(args).items():
         flag, zero = f"--{name.replace('_', '-')} {value}", name in MAY_BE_0
         most = 1 if name.endswith("learning_rate") else math.inf
-        kind = value is not None and re.search("int|float", str(Args.__annotations__[name]))
+        kind = value is not None and re.search(r"\bint|float", str(Args.__annotations__[name]))
         if kind and not (type(value).__name__ in ("int", kind[0]) and (1e-30 < value < most or value == 0 and zero)):
             raise SystemExit(f"{flag}: must be {'>=' if zero else '>'} 0 and < {most}")
-        if name in ("prompts_per_step", "minibatch_size") and value % world_size:
-            raise SystemExit(f"{flag} does not divide over {world_size} ranks")
-        if name == "minibatch_size" and completions % value:
-            raise SystemExit(f"{flag} does not divide the {completions} completions of a step")
+        if name in ("prompts_per_step", "minibatch_size") and (completions % value or value % world_size):
+            raise SystemExit(f"{flag} does not divide the {completions or value} completions on {world_size} ranks")
         if name == "precision" and value not in ("bfloat16", "float32"):
             raise SystemExit(f"{flag}: must be bfloat16 or float32")
 
@@ -470,10 +468,10 @@ def load_prompts(dataset, tokenizer, system_prompt, max_prompt_length, num_held_
 
 def load_rows(dataset, num_held_out, read, flag="--dataset"):
     """Training and held-out rows as read makes them, and a line about each split."""
-    kind = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}.get(Path(dataset).suffix.lower())
+    kind = re.search(r"\.(json|csv|parquet)l?$", str(dataset).lower())
     with one_line(f"{flag} {dataset}: no json, jsonl, csv, parquet, folder or hub data, or empty or damaged"):
         name = [str(dataset)] if Path(dataset).exists() else str(dataset).split(":")
-        splits = load_dataset(kind, data_files=str(dataset).replace("[", "[[]")) if kind else load_dataset(*name)
+        splits = load_dataset(kind[1], data_files=str(dataset).replace("[", "[[]")) if kind else load_dataset(*name)
         train, test = list(splits["train"]), splits.get("test") or splits.get("validation")
     source = list(test or train)
     held_out = sorted(torch.randperm(len(source), generator=torch.Generator().manual_seed(0))[:num_held_out].tolist())
@@ -968,7 +966,7 @@ def step_metrics(totals, divisor, batch, group_size, clock):
     sums = dict(zip(sums, all_reduce([float(value) for value in sums.values()])))
     ranks, counts = sums.pop("ranks"), {"policy": sums.pop("num_tokens"), "loss": divisor}
     metrics = {name: total / max(1, counts.get(name.split("/")[0], ranks)) for name, total in sums.items()}
-    for (_, before), (name, after) in pairwise(clock.items()):
+    for before, (name, after) in zip(clock.values(), [*clock.items()][1:]):
         metrics[f"perf/{name}_seconds"] = after - before
     return metrics | {"perf/step_seconds": clock["update"] - clock["start"]}
 
@@ -1076,5 +1074,7 @@ def end_run(args, progress, stop_signals):
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until catch_signals Ctrl-C just ends it
     getattr(sys.stdout, "reconfigure", dict)(errors="replace")
+    for f in [f for f in fields(Args) if f.default is None]:  # its text says it
+        Args.__annotations__[f.name] = Annotated[f.type, tyro.conf.arg(help_behavior_hint="")]
     with CLEANUP:
         main(tyro.cli(Args))

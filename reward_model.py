@@ -8,8 +8,7 @@ https://arxiv.org/abs/2203.02155v1, equation 1, with one pair per prompt.
     x, y_w, y_l   prompt, and the completion that was preferred (chosen) and the one that was not (rejected)
     r_θ(x, y)     the score: the scalar head at the last token of the completion, which is always a stop token
 
-That token is found by length, never by its id. The checkpoint's pad_token_id is another one, so that
-AutoModelForSequenceClassification, which looks for the last id that is not padding, reads the same score.
+Length finds that token, not its id; pad_token_id is another one, so that AutoModelForSequenceClassification finds it.
 
 Departures from the paper
 - A batch element is one pair; the paper's holds all pairs of the 4 to 9 ranked completions of a prompt.
@@ -36,6 +35,7 @@ from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
@@ -89,7 +89,7 @@ class Args:
     gradient_checkpointing: bool = False
     """recompute activations: less memory, about a third more time"""
     precision: str | None = None
-    """of the transformer blocks, bfloat16 or float32 (bfloat16 on a GPU; real: and on a CPU that has it)"""
+    """of the blocks, bfloat16 or float32 (bfloat16 on a GPU; real: and on a CPU that has it)"""
     lora_rank: int = 0
     """train adapters of this rank, at 3 to 10 times the rate (0: the model itself)"""
 
@@ -290,13 +290,11 @@ def check_args(args, world_size):
     for name, value in vars(args).items():
         flag, zero = f"--{name.replace('_', '-')} {value}", name in MAY_BE_0
         most = 1 if name.endswith("learning_rate") else math.inf
-        kind = value is not None and re.search("int|float", str(Args.__annotations__[name]))
+        kind = value is not None and re.search(r"\bint|float", str(Args.__annotations__[name]))
         if kind and not (type(value).__name__ in ("int", kind[0]) and (1e-30 < value < most or value == 0 and zero)):
             raise SystemExit(f"{flag}: must be {'>=' if zero else '>'} 0 and < {most}")
-        if name in ("prompts_per_step", "minibatch_size") and value % world_size:
-            raise SystemExit(f"{flag} does not divide over {world_size} ranks")
-        if name == "minibatch_size" and completions % value:
-            raise SystemExit(f"{flag} does not divide the {completions} completions of a step")
+        if name in ("prompts_per_step", "minibatch_size") and (completions % value or value % world_size):
+            raise SystemExit(f"{flag} does not divide the {completions or value} completions on {world_size} ranks")
         if name == "precision" and value not in ("bfloat16", "float32"):
             raise SystemExit(f"{flag}: must be bfloat16 or float32")
 
@@ -403,10 +401,10 @@ def encode_completion(tokenizer, prompt, text, stop_id):
 
 def load_rows(dataset, num_held_out, read, flag="--dataset"):
     """Training and held-out rows as read makes them, and a line about each split."""
-    kind = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}.get(Path(dataset).suffix.lower())
+    kind = re.search(r"\.(json|csv|parquet)l?$", str(dataset).lower())
     with one_line(f"{flag} {dataset}: no json, jsonl, csv, parquet, folder or hub data, or empty or damaged"):
         name = [str(dataset)] if Path(dataset).exists() else str(dataset).split(":")
-        splits = load_dataset(kind, data_files=str(dataset).replace("[", "[[]")) if kind else load_dataset(*name)
+        splits = load_dataset(kind[1], data_files=str(dataset).replace("[", "[[]")) if kind else load_dataset(*name)
         train, test = list(splits["train"]), splits.get("test") or splits.get("validation")
     source = list(test or train)
     held_out = sorted(torch.randperm(len(source), generator=torch.Generator().manual_seed(0))[:num_held_out].tolist())
@@ -767,5 +765,7 @@ def end_run(args, progress, stop_signals):
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until catch_signals Ctrl-C just ends it
     getattr(sys.stdout, "reconfigure", dict)(errors="replace")
+    for f in [f for f in fields(Args) if f.default is None]:  # its text says it
+        Args.__annotations__[f.name] = Annotated[f.type, tyro.conf.arg(help_behavior_hint="")]
     with CLEANUP:
         main(tyro.cli(Args))

@@ -284,7 +284,16 @@ def test_help_works_on_an_ascii_console_and_writes_nothing(copied, script):
     for name in names_of(script):
         assert re.search(rf"--{name.replace('_', '-')}\b", text), name
     assert f"usage: {script.__name__}.py" in text
+    assert "(default: None)" not in text  # a flag's own text says what it is by default
     assert [path.name for path in folder.iterdir()] == [f"{script.__name__}.py"]
+
+
+def test_numbers_are_checked_on_the_command_line_as_well():
+    """Where the types of Args have their texts on them, and those that are no numbers have "hint" in their name."""
+    flags = ["--system-prompt", "-1", "--precision", "float32", "--max-prompt-length", "-1"]
+    command = [sys.executable, grpo.__file__, *flags]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 1 and result.stderr == "--max-prompt-length -1: must be > 0 and < inf\n"
 
 
 METRICS = set(
