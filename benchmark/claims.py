@@ -424,6 +424,18 @@ CLAIMS = {
         for updates in (4, 16)
         for rate in RATES
     },
+    "gspo_holds": Claim(  # written when the runs had been seen
+        "Zheng et al. 2025, section 1: training that breaks down under GRPO holds under GSPO",
+        {
+            f"{name.upper()}, {updates}, {rate}": cell(name, rate, updates)
+            for name in ("gspo", "grpo")
+            for updates, rate in ((16, "3e-4"), (4, "3e-4"), (4, "1e-3"))
+        },
+        [
+            Test("reward", f"GSPO, {where}", f"GRPO, {where}", 31, 40)
+            for where in ("16, 3e-4", "4, 3e-4", "4, 1e-3")
+        ],
+    ),
     **{
         f"reuse_{rate}": Claim(
             "Often said: many updates of a rollout break training, for the policy leaves the one that sampled",
@@ -598,6 +610,15 @@ CLAIMS = {
     ),
 }
 MAP = {(name, rate, updates): cell(name, rate, updates) for name in FAMILY for rate in RATES for updates in UPDATES}
+PROMPTS = (4, 16, 64)  # of a rollout of which there is one update, until 5,120 completions have been sampled
+BATCH = {
+    (prompts, rate): cell("grpo", rate, 1)
+    if prompts == 16
+    else f"grpo --kl-coef 0 --learning-rate {rate} --num-steps {640 // prompts} --warmup-steps {128 // prompts}"
+    f" --prompts-per-step {prompts} --minibatch-size {8 * prompts}"
+    for prompts in PROMPTS
+    for rate in RATES
+}
 ONLINE = ("grpo", "reinforce", "dr_grpo", "dapo", "gspo", "cispo", "grpo_process")
 SEEN_ON_EASY_TASK = {
     "one optimizer step per rollout",
@@ -614,8 +635,8 @@ DONE_OTHERWISE = {  # {(script, detail): run}: those of benchmark/details.py tha
 }
 PAGES = [ROOT / "docs" / f"{name}.md" for name in ("claims", *ONLINE)]
 MEASURED = ("reward", "accuracy", "length", "dots_wrong", "truncated", "entropy", "grad_norm")
-SETS = {"map": MAP, "details": DONE_OTHERWISE, "tuning": TUNING}
-SEEDS_OF_SETS = {"map": THREE_SEEDS, "details": THREE_SEEDS, "tuning": (TUNING_SEED,)}
+SETS = {"map": MAP, "batch": BATCH, "details": DONE_OTHERWISE, "tuning": TUNING}
+SEEDS_OF_SETS = {"map": THREE_SEEDS, "batch": THREE_SEEDS, "details": THREE_SEEDS, "tuning": (TUNING_SEED,)}
 
 
 # ---- a run
@@ -934,9 +955,9 @@ def samples(claim, test, found, seeds):
     return ", ".join(f"{statistics.mean(count):.0f}" for count in counts) if any(map(sum, counts)) else ""
 
 
-def ends(found, name, rate, updates):
-    """Greedy accuracy after training in a cell of the map, the mean over those of its seeds that were run, or None."""
-    values = [rows[-1]["accuracy"] for seed in THREE_SEEDS if (rows := found.get((MAP[name, rate, updates], seed)))]
+def ends(found, run):
+    """Greedy accuracy after training in a cell of a map, the mean over those of its seeds that were made, or None."""
+    values = [rows[-1]["accuracy"] for seed in THREE_SEEDS if (rows := found.get((run, seed)))]
     return statistics.mean(values) if values else None
 
 
@@ -945,8 +966,18 @@ def heat(found):
     lines = ["| | " + " | ".join(f"{rate}, {n}" for rate in RATES for n in UPDATES) + " |"]
     lines.append("|---|" + "---|" * (len(RATES) * len(UPDATES)))
     for name in FAMILY:
-        values = [ends(found, name, rate, updates) for rate in RATES for updates in UPDATES]
+        values = [ends(found, MAP[name, rate, updates]) for rate in RATES for updates in UPDATES]
         lines.append(f"| `{name}.py` | {' | '.join('-' if v is None else f'{v:.2f}' for v in values)} |")
+    return "\n".join(lines) + "\n"
+
+
+def batches(found):
+    """Return the markdown table of batches: greedy accuracy after as many completions, by batch and learning rate."""
+    lines = [f"| completions of a step, steps | {' | '.join(RATES)} |", "|---|" + "---|" * len(RATES)]
+    for prompts in PROMPTS:
+        values = [ends(found, BATCH[prompts, rate]) for rate in RATES]
+        cells = " | ".join("-" if value is None else f"{value:.2f}" for value in values)
+        lines.append(f"| {8 * prompts}, {640 // prompts} | {cells} |")
     return "\n".join(lines) + "\n"
 
 
@@ -1004,7 +1035,7 @@ def summary(page, found):
 def tables(found, seeds=None):
     """Return the markdown tables by name: of claims, sets, and the details of each script."""
     details = {f"{script} on longer sums": otherwise(found, script) for script in ONLINE}
-    sets = {"map": heat(found), "tuning": tuned(found), "missing": missing(found)}
+    sets = {"map": heat(found), "batch": batches(found), "tuning": tuned(found), "missing": missing(found)}
     sets["details"] = "\n".join(f"{title}\n\n{text}" for title, text in details.items())
     return {name: table(claim, found, seeds) for name, claim in CLAIMS.items()} | details | sets
 
@@ -1076,7 +1107,7 @@ def draw_map(name, found):
     for axis, script in zip(axes, FAMILY):
         for x, rate in enumerate(RATES):
             for y, updates in enumerate(UPDATES):
-                if (value := ends(found, script, rate, updates)) is not None:
+                if (value := ends(found, MAP[script, rate, updates])) is not None:
                     image = axis.imshow([[value]], extent=(x, x + 1, y, y + 1), vmin=0, vmax=1, cmap="viridis")
                     axis.text(x + 0.5, y + 0.5, f"{value:.2f}", ha="center", va="center", color="wk"[value > 0.5])
         axis.set(title=f"{script}.py", xlim=(0, len(RATES)), ylim=(0, len(UPDATES)), xlabel="learning rate", aspect=0.8)

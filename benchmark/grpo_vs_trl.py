@@ -14,9 +14,10 @@ and its two optimizer steps; the first step of a process warms up and is not cou
     python benchmark/grpo_vs_trl.py --size real --out benchmark/results/grpo_vs_trl_real.json
     python benchmark/grpo_vs_trl.py --size curves --out benchmark/results/grpo_vs_trl_curves.json
 
-The last two begin from `python benchmark/real_model.py --runs sft --seeds 1`, a model of 135 million parameters that
-was taught the form of its answers: "real" times it in float32 and in bfloat16, "curves" lets both sides learn for 20
-steps, both seeds of a side at once with half of the threads each, and draws docs/pictures/grpo_vs_trl.png.
+The last two begin from a model of 135 million parameters that was taught the form of its answers, by the first command
+that `python benchmark/real_model.py --runs sft --seeds 1 --show` prints: "real" times it in float32 and in bfloat16,
+"curves" lets both sides learn for 20 steps, both seeds of a side at once with half of the threads each, and draws
+docs/pictures/grpo_vs_trl.png.
 """
 
 import contextlib
@@ -363,7 +364,7 @@ def run_side(size, settings, repeat, side, folder, threads):
     else:
         model, dataset = ROOT / settings.get("model", "models/tiny"), ROOT / settings.get("dataset", "data/addition")
     if not model.exists():
-        raise SystemExit(f"{model}: missing, python benchmark/real_model.py --runs sft --seeds 1 makes it")
+        raise SystemExit(f"{model}: missing, see python benchmark/real_model.py --runs sft --seeds 1 --show")
     job = {"folder": tempfile.mkdtemp(dir=folder), "size": size, "settings": settings, "steps": settings["steps"]}
     job |= {"model": str(model), "dataset": str(dataset), "side": side, "seed": repeat + 1}
     return {"side": side, "seed": repeat + 1, **start_child(job, threads)}

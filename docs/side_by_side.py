@@ -96,7 +96,6 @@ NOTES = {
     "grpo_process": [
         "To find the token that ends a step.",
         "To say that no step was found.",
-        "The running totals of a sum.",
         "Section 4.1.3: what the steps are and what each is worth, where they end among the tokens, and their rewards, "
         "normalised over all steps of the group and summed from a token on. The final answer is the last step.",
         "A token has its own advantage.",
