@@ -431,10 +431,7 @@ CLAIMS = {
             for name in ("gspo", "grpo")
             for updates, rate in ((16, "3e-4"), (4, "3e-4"), (4, "1e-3"))
         },
-        [
-            Test("reward", f"GSPO, {where}", f"GRPO, {where}", 31, 40)
-            for where in ("16, 3e-4", "4, 3e-4", "4, 1e-3")
-        ],
+        [Test("reward", f"GSPO, {where}", f"GRPO, {where}", 31, 40) for where in ("16, 3e-4", "4, 3e-4", "4, 1e-3")],
     ),
     **{
         f"reuse_{rate}": Claim(
@@ -514,7 +511,7 @@ CLAIMS = {
             Test("maj@64 of 256", "after", "before", 40, 40, (0, 0)),
             Test("pass@16 of 256", "after", "before", 40, 40, (0, 0)),
             Test("pass@256 of 256", "after", "before", 40, 40, (0, 0)),
-            Test("pass@1", "after", "before", 40, 40, (0, 0)),
+            Test("pass@1 of 256", "after", "before", 40, 40, (0, 0)),
             *(
                 Test(f"{column} of 256", "after, long sums", "before, long sums", 40, 40, (0, 0))
                 for column in ("maj@64", "pass@1", "pass@16", "pass@256")
@@ -1089,7 +1086,7 @@ def draw_many(name, found):
     """Write the picture of pass@k and of the majority of k answers, before and after; means over seeds."""
     figure, axes = panels(2, sharey=True)
     for axis, (kind, title) in zip(axes, (("pass", "one of k answers is right"), ("maj", "majority of k answers"))):
-        columns = ["pass@1", *(f"{kind}@{k} of 256" for k in PASS[1:])]
+        columns = ["pass@1 of 256", *(f"{kind}@{k} of 256" for k in PASS[1:])]
         for side, run in CLAIMS[name].runs.items():
             rows = [found[run, seed][-1] for seed in SEEDS if (run, seed) in found]
             if not rows:

@@ -5,7 +5,7 @@ import importlib
 import json
 import re
 from pathlib import Path
-from statistics import fmean
+from statistics import correlation, fmean, stdev
 
 import pytest
 
@@ -181,3 +181,17 @@ def test_tables_of_the_results_are_those_of_the_measurements():
         for row, expected in zip(rows, numbers):
             assert len(row) == len(expected) - first
             assert all(map(shown_as, expected[first:], row)), (row, expected)
+
+
+def test_what_is_said_of_the_curves_is_what_was_measured():
+    found = json.loads((ROOT / "benchmark" / "results" / "grpo_vs_trl_curves.json").read_text())["results"]["curves"]
+    rewards = {(run["side"], run["seed"]): [step["reward_mean"] for step in run["steps"]] for run in found["runs"]}
+    differences = [a - b for seed in (1, 2) for a, b in zip(rewards["ours", seed], rewards["trl", seed])]
+    said = [correlation(rewards["ours", seed], rewards["trl", seed]) for seed in (1, 2)]
+    said += [fmean(rewards[side, seed]) for side in ("ours", "trl") for seed in (1, 2)]
+    said += [fmean(differences), stdev(differences) / len(differences) ** 0.5]
+    said += sorted(stdev(values) for values in rewards.values())[:: len(rewards) - 1]
+    said += [found["summary"][side][key] for key in ("step_seconds", "peak_gib") for side in ("ours", "trl")]
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8").partition("Both learn the same of it")[2]
+    numbers = re.findall(r"(?<![\w-])\d+\.\d+", page)
+    assert len(numbers) == len(said) and all(map(shown_as, said, numbers)), (said, numbers)
