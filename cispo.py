@@ -384,7 +384,7 @@ def check_args(args, world_size):
         if kind and not (type(value).__name__ in ("int", kind[0]) and (1e-30 < value < most or value == 0 and zero)):
             raise SystemExit(f"{flag}: must be {'>=' if zero else '>'} 0 and < {most}")
         if name in ("prompts_per_step", "minibatch_size") and (completions % value or value % world_size):
-            raise SystemExit(f"{flag} does not divide the {completions or value} completions on {world_size} ranks")
+            raise SystemExit(f"{flag} does not divide the {completions or value} completions over {world_size} ranks")
         if name == "precision" and value not in ("bfloat16", "float32"):
             raise SystemExit(f"{flag}: must be bfloat16 or float32")
 
@@ -1014,7 +1014,7 @@ def end_run(args, progress, stop_signals):
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until catch_signals Ctrl-C just ends it
     getattr(sys.stdout, "reconfigure", dict)(errors="replace")
-    for f in [f for f in fields(Args) if f.default is None]:  # its text says it
+    for f in [f for f in fields(Args) if f.default is None]:  # its text names one
         Args.__annotations__[f.name] = Annotated[f.type, tyro.conf.arg(help_behavior_hint="")]
     with CLEANUP:
         main(tyro.cli(Args))

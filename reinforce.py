@@ -12,7 +12,7 @@ Ahmadian et al., "Back to Basics: Revisiting REINFORCE Style Optimization for Le
     bᵢ        --baseline: 0 (none), mean R of the group (group_mean) or of its other G − 1 (leave_one_out)
 
 The mean of the others does not depend on the completion: the expected gradient stays.
-The mean of the group has its own reward in it: (1 − 1/G) times the gradient.
+The mean of the group has the completion's own reward in it: (1 − 1/G) times the gradient.
 
 Compared with grpo.py
 - No ratio, no clipping: one optimizer step per rollout, on policy.
@@ -349,7 +349,7 @@ def check_args(args, world_size):
         if kind and not (type(value).__name__ in ("int", kind[0]) and (1e-30 < value < most or value == 0 and zero)):
             raise SystemExit(f"{flag}: must be {'>=' if zero else '>'} 0 and < {most}")
         if name in ("prompts_per_step", "minibatch_size") and (completions % value or value % world_size):
-            raise SystemExit(f"{flag} does not divide the {completions or value} completions on {world_size} ranks")
+            raise SystemExit(f"{flag} does not divide the {completions or value} completions over {world_size} ranks")
         if name == "precision" and value not in ("bfloat16", "float32"):
             raise SystemExit(f"{flag}: must be bfloat16 or float32")
 
@@ -979,7 +979,7 @@ def end_run(args, progress, stop_signals):
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until catch_signals Ctrl-C just ends it
     getattr(sys.stdout, "reconfigure", dict)(errors="replace")
-    for f in [f for f in fields(Args) if f.default is None]:  # its text says it
+    for f in [f for f in fields(Args) if f.default is None]:  # its text names one
         Args.__annotations__[f.name] = Annotated[f.type, tyro.conf.arg(help_behavior_hint="")]
     with CLEANUP:
         main(tyro.cli(Args))
