@@ -46,6 +46,9 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+# Idle OpenMP threads spin, which slows a busy machine down; let them sleep. This must be set before torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -289,7 +292,10 @@ def resolve_args(args):
             return Args(**settings | given | {"run_dir": args.resume})
     own, tiny = (Path(name, "tokenizer.json") for name in (given.get("model", MODEL), MODEL))
     embedded = own.is_file() and tiny.is_file() and own.read_bytes() == tiny.read_bytes()  # or made of it
-    native = torch.cuda.is_available() or not embedded and torch.cpu.get_capabilities().get("avx512_bf16")
+    if torch.cuda.is_available():  # a T4 would only emulate bfloat16
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        native = not embedded and torch.cpu.get_capabilities().get("avx512_bf16")
     defaults = {f.name: f.metadata["embedded" if embedded else "real"] for f in fields(args) if f.metadata}
     defaults["precision"] = "bfloat16" if native else "float32"
     with contextlib.suppress(Exception):  # load_model reports
@@ -473,6 +479,7 @@ def load_model(name, tokenizer, lora_rank=0):
             raise ValueError(f"it lacks {wrong[0]}, or a place for it: is it whole, a language model?")
         if not (stop_ids := find_stop_ids(model, tokenizer)):
             raise ValueError("its tokenizer names no eos_token: nothing ends a completion")
+    model.get_input_embeddings().padding_idx = None  # that token may be in use, and would get no gradient
     # Its own may be refused when saved: a temperature without do_sample, say.
     model.generation_config = transformers.GenerationConfig(eos_token_id=stop_ids)
     return add_adapters(model, lora_rank) if lora_rank else model, stop_ids
@@ -493,11 +500,23 @@ def add_adapters(model, rank):
     layers = [layer for block in find_blocks(model) for layer in block.modules() if type(layer) is nn.Linear]
     if not layers:
         raise SystemExit(f"--lora-rank {rank}: this model has no linear layers to adapt")
+
+    def forward(layer, inputs):
+        rows = inputs.flatten(0, -2)  # (N, D)
+        adapted = rows.new_zeros(len(rows), layer.out_features)
+        if model.adapters:
+            adapted = layer.lora_b(layer.lora_a(rows)) * scale
+        # One product, rounded once. Added to an output that is bfloat16 already, small changes would be lost.
+        output = torch.addmm(adapted, rows, layer.weight.T)
+        if layer.bias is not None:
+            output = output + layer.bias
+        return output.unflatten(0, inputs.shape[:-1])
+
     for layer in layers:
         layer.lora_a = nn.Linear(layer.in_features, rank, bias=False)
         layer.lora_b = nn.Linear(rank, layer.out_features, bias=False)
         nn.init.zeros_(layer.lora_b.weight)  # at first nothing changes
-        layer.register_forward_hook(lambda own, x, y: y + own.lora_b(own.lora_a(*x)) * scale if model.adapters else y)
+        layer.forward = partial(forward, layer)
     return model
 
 
@@ -812,14 +831,20 @@ def end_run(args, progress, stop_signals):
         lines = [*map(json.loads, Path(args.run_dir, "metrics.jsonl").read_text().splitlines())]
         print(f"\n{lines[-1]['step']} steps in {sum(line.get('perf/step_seconds', 0) for line in lines):.0f} s")
         for name in [name for name in lines[0] if name.startswith("eval/")]:
-            evaluated = [line[name] for line in lines if name in line]
-            print(f"{name[5:]:15} {evaluated[0]:.3f} -> {evaluated[-1]:.3f}")
+            evaluated = [f"{line[name]:.3f}" for line in lines if name in line]
+            print(f"{name[5:]:15} {' -> '.join([evaluated[0], *evaluated[1:][-1:]])}")
         if Path(args.run_dir, "checkpoint").exists():
-            ranks, done = dist.get_world_size(), lines[-1]["step"] >= args.num_steps
+            ranks, total = dist.get_world_size(), args.num_steps
+            if lines[-1]["step"] >= total:
+                total *= 2
             call = f"torchrun --shutdown-timeout 3600 --nproc-per-node {ranks}" if ranks > 1 else "python"
             print(f"checkpoint      {args.run_dir}/checkpoint, for --model and from_pretrained")
-            resume = shlex.join([sys.argv[0], "--resume", str(args.run_dir)])
-            print(f"to go on        {call} {resume} --num-steps {args.num_steps * (1 + done)}")
+            flags = f"{shlex.join(['--resume', str(args.run_dir)])} --num-steps {total}"
+            if Path(sys.argv[0]).name == Path(__file__).name:
+                print(f"to go on        {call} {shlex.join(sys.argv[:1])} {flags}")
+            else:  # a script that calls main, and may read no flags
+                own = f"Args(resume={str(args.run_dir)!r}, num_steps={total})"
+                print(f"to go on        {sys.argv[0]} with {own}, or {flags}")
     CLEANUP.close()
     if stop_signals:
         raise SystemExit(128 + stop_signals[0])

@@ -8,7 +8,7 @@ https://arxiv.org/abs/2503.20783v2, section 3.2 and listing 1.
     q, oᵢ     prompt, and the i-th of the G completions sampled for it
     rᵢₜ       π_θ(oᵢₜ) / π_old(oᵢₜ), π_old being the policy that sampled, up to rounding (--sampler-weight-cap)
     Aᵢ        Rᵢ − mean R over the group, the same for every token of a completion
-    L         --max-completion-length, a constant: it only scales the learning rate
+    L         --max-completion-length, a constant; AdamW's steps do not depend on it, --max-grad-norm's clip does
     ε         --clip-eps
 
 Compared with grpo.py
@@ -44,6 +44,9 @@ from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Annotated
+
+# Idle OpenMP threads spin, which slows a busy machine down; let them sleep. This must be set before torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 import torch.distributed as dist
@@ -271,9 +274,9 @@ def main(args):
             minibatches = [rows for order in orders for rows in order.tensor_split(minibatches_per_epoch)]
             # Rows of zero advantage have no policy gradient; they still count in the divisor.
             live = batch["advantages"] != 0  # (B,)
-            later_rows = orders[0][len(minibatches[0]) if args.update_epochs == 1 else 0 :]
-            later_rows = later_rows[live[later_rows]]
-            batch["old_logprobs"] = lookup_logprobs(policy, batch, later_rows, args.microbatch_tokens, args.temperature)
+            first_epoch = [rows[live[rows]] for rows in minibatches[:minibatches_per_epoch]]
+            later = first_epoch[1:] if args.update_epochs == 1 else first_epoch
+            batch["old_logprobs"] = lookup_logprobs(policy, batch, later, args.microbatch_tokens, args.temperature)
             clock["logprob"] = time.perf_counter()
 
             # update: one optimizer step per minibatch
@@ -348,7 +351,10 @@ def resolve_args(args):
             return Args(**settings | given | {"run_dir": args.resume})
     own, tiny = (Path(name, "tokenizer.json") for name in (given.get("model", MODEL), MODEL))
     embedded = own.is_file() and tiny.is_file() and own.read_bytes() == tiny.read_bytes()  # or made of it
-    native = torch.cuda.is_available() or not embedded and torch.cpu.get_capabilities().get("avx512_bf16")
+    if torch.cuda.is_available():  # a T4 would only emulate bfloat16
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        native = not embedded and torch.cpu.get_capabilities().get("avx512_bf16")
     defaults = {f.name: f.metadata["embedded" if embedded else "real"] for f in fields(args) if f.metadata}
     defaults["precision"] = "bfloat16" if native else "float32"
     with contextlib.suppress(Exception):  # load_model reports
@@ -502,6 +508,7 @@ def load_model(name, tokenizer, lora_rank=0):
             raise ValueError(f"it lacks {wrong[0]}, or a place for it: is it whole, a language model?")
         if not (stop_ids := find_stop_ids(model, tokenizer)):
             raise ValueError("its tokenizer names no eos_token: nothing ends a completion")
+    model.get_input_embeddings().padding_idx = None  # that token may be in use, and would get no gradient
     # Its own may be refused when saved: a temperature without do_sample, say.
     model.generation_config = transformers.GenerationConfig(eos_token_id=stop_ids)
     return add_adapters(model, lora_rank) if lora_rank else model, stop_ids
@@ -532,11 +539,23 @@ def add_adapters(model, rank):
     layers = [layer for block in find_blocks(model) for layer in block.modules() if type(layer) is nn.Linear]
     if not layers:
         raise SystemExit(f"--lora-rank {rank}: this model has no linear layers to adapt")
+
+    def forward(layer, inputs):
+        rows = inputs.flatten(0, -2)  # (N, D)
+        adapted = rows.new_zeros(len(rows), layer.out_features)
+        if model.adapters:
+            adapted = layer.lora_b(layer.lora_a(rows)) * scale
+        # One product, rounded once. Added to an output that is bfloat16 already, small changes would be lost.
+        output = torch.addmm(adapted, rows, layer.weight.T)
+        if layer.bias is not None:
+            output = output + layer.bias
+        return output.unflatten(0, inputs.shape[:-1])
+
     for layer in layers:
         layer.lora_a = nn.Linear(layer.in_features, rank, bias=False)
         layer.lora_b = nn.Linear(rank, layer.out_features, bias=False)
         nn.init.zeros_(layer.lora_b.weight)  # at first nothing changes
-        layer.register_forward_hook(lambda own, x, y: y + own.lora_b(own.lora_a(*x)) * scale if model.adapters else y)
+        layer.forward = partial(forward, layer)
     return model
 
 
@@ -854,13 +873,17 @@ def extract_answer(text):
 
 
 @torch.no_grad()
-def lookup_logprobs(policy, batch, rows, max_tokens, temperature):
-    """Log-probabilities (B, T) of these rows, without gradient; 0 in the others."""
-    logprobs = torch.zeros(batch["completion_ids"].shape, device=rows.device)
-    for part in microbatches(batch, rows, max_tokens):
-        inputs = [part[key] for key in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")]
-        result, _ = policy(*inputs, temperature)
-        logprobs = logprobs.to(result.dtype).index_copy(0, part["rows"], result[: len(part["rows"])])
+def lookup_logprobs(policy, batch, minibatches, max_tokens, temperature):
+    """Log-probabilities (B, T) of the rows of these minibatches, without gradient; 0 in the others.
+
+    The passes are those of the update: in bfloat16 a result depends on the rows beside it.
+    """
+    logprobs = torch.zeros(batch["completion_ids"].shape, device=batch["completion_ids"].device)
+    for rows in minibatches:
+        for part in microbatches(batch, rows, max_tokens):
+            inputs = [part[key] for key in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")]
+            result, _ = policy(*inputs, temperature)
+            logprobs = logprobs.to(result.dtype).index_copy(0, part["rows"], result[: len(part["rows"])])
     logprobs.sum().item()  # waits for the device, whose time is of this phase
     return logprobs
 
@@ -912,7 +935,8 @@ def step_metrics(totals, divisor, batch, group_size, clock):
     sums = {"ranks": 1, **totals, **own}
     sums = dict(zip(sums, all_reduce([float(value) for value in sums.values()])))
     ranks, counts = sums.pop("ranks"), {"policy": sums.pop("num_tokens"), "loss": divisor}
-    metrics = {name: total / max(1, counts.get(name.split("/")[0], ranks)) for name, total in sums.items()}
+    counts = {name: counts.get(name.split("/")[0], ranks) for name in sums}
+    metrics = {name: total / counts[name] for name, total in sums.items() if counts[name]}  # none of no tokens
     for before, (name, after) in zip(clock.values(), [*clock.items()][1:]):
         metrics[f"perf/{name}_seconds"] = after - before
     return metrics | {"perf/step_seconds": clock["update"] - clock["start"]}
@@ -960,9 +984,9 @@ def log_step(args, step, metrics, group, progress):
         if step == 0 and metrics.get(f"eval/pass@{EVAL_SAMPLES}") == metrics.get("eval/accuracy") == 0:
             tqdm.write(f"nothing is right: see {args.run_dir}/eval_samples.jsonl")
         if group is not None and (found or step == 1):
-            tqdm.write(f"step {step}: {group['prompt']} -> {group['answer']}")
+            tqdm.write(f"step {step}: {group['prompt']!r} -> {group['answer']!r}")  # repr: no control characters
             for text, reward, truncated in zip(group["completions"], group["rewards"], group["truncated"]):
-                tqdm.write(f"  {reward:5.2f}  {' '.join(text.split())[-160:]}{' [cut off]' * truncated}")
+                tqdm.write(f"  {reward:5.2f}  {text[-160:]!r}{' [cut off]' * truncated}")
         if group is not None and progress.stuck == 5:
             tqdm.write(f"step {step}: nothing to learn from in five steps: equal rewards")
 
@@ -1005,14 +1029,20 @@ def end_run(args, progress, stop_signals):
         lines = [*map(json.loads, Path(args.run_dir, "metrics.jsonl").read_text().splitlines())]
         print(f"\n{lines[-1]['step']} steps in {sum(line.get('perf/step_seconds', 0) for line in lines):.0f} s")
         for name in [name for name in lines[0] if name.startswith("eval/")]:
-            evaluated = [line[name] for line in lines if name in line]
-            print(f"{name[5:]:15} {evaluated[0]:.3f} -> {evaluated[-1]:.3f}")
+            evaluated = [f"{line[name]:.3f}" for line in lines if name in line]
+            print(f"{name[5:]:15} {' -> '.join([evaluated[0], *evaluated[1:][-1:]])}")
         if Path(args.run_dir, "checkpoint").exists():
-            ranks, done = dist.get_world_size(), lines[-1]["step"] >= args.num_steps
+            ranks, total = dist.get_world_size(), args.num_steps
+            if lines[-1]["step"] >= total:
+                total *= 2
             call = f"torchrun --shutdown-timeout 3600 --nproc-per-node {ranks}" if ranks > 1 else "python"
             print(f"checkpoint      {args.run_dir}/checkpoint, for --model and from_pretrained")
-            resume = shlex.join([sys.argv[0], "--resume", str(args.run_dir)])
-            print(f"to go on        {call} {resume} --num-steps {args.num_steps * (1 + done)}")
+            flags = f"{shlex.join(['--resume', str(args.run_dir)])} --num-steps {total}"
+            if Path(sys.argv[0]).name == Path(__file__).name:
+                print(f"to go on        {call} {shlex.join(sys.argv[:1])} {flags}")
+            else:  # a script that calls main, and may read no flags
+                own = f"Args(resume={str(args.run_dir)!r}, num_steps={total})"
+                print(f"to go on        {sys.argv[0]} with {own}, or {flags}")
     CLEANUP.close()
     if stop_signals:
         raise SystemExit(128 + stop_signals[0])

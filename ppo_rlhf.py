@@ -53,6 +53,9 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+# Idle OpenMP threads spin, which slows a busy machine down; let them sleep. This must be set before torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -183,7 +186,8 @@ def score_batch(reward_model, batch, policy, args):
     """Normalised scores (B,) of a rollout (without reward model its rewards), less the stop penalty."""
     scores = batch["rewards"]
     if reward_model is not None:
-        [scores] = look_up(reward_model, batch, args.microbatch_tokens)
+        rows = torch.arange(len(scores), device=scores.device)
+        [scores] = look_up(reward_model, batch, [rows], args.microbatch_tokens)
         scores = (scores - policy.score_mean) / policy.score_std
     return scores - args.missing_stop_penalty * batch["truncated"].to(scores.dtype)
 
@@ -363,10 +367,13 @@ def main(args):
     # The value model starts as the reward model; without one, as the policy with a new head.
     torch.manual_seed(args.seed)
     value_model = load_reward_model(scorer, scorer_tokenizer, args.lora_rank, is_new)
-    policy = shard(ActorCritic(model, value_model), device, args.precision, args.gradient_checkpointing)
+    policy = ActorCritic(model, value_model)
+    for part in (policy.actor, policy.critic):
+        shard(part, device, args.precision, args.gradient_checkpointing)
+    policy.to(device)
     ref = None
     if args.kl_coef and args.lora_rank:
-        ref = partial(policy, adapters=False)
+        ref = partial(policy.actor, adapters=False)
     elif args.kl_coef:
         initial, _ = load_model(args.model, tokenizer)
         ref = shard(LogprobModel(initial.requires_grad_(False)), device, args.precision)
@@ -390,7 +397,7 @@ def main(args):
             # rollout: sample a completion of each prompt
             prompts = pick_rows(train_prompts, (step - 1) * args.prompts_per_step, args.prompts_per_step, args.seed)
             prompts = prompts[rank::world_size]
-            with gathered(policy) as sampler:
+            with gathered(policy.actor) as sampler:
                 batch, texts = rollout(sampler, tokenizer, prompts, 1, args.temperature, stop_ids, args)
             mask = batch["completion_mask"]
             clock["rollout"] = time.perf_counter()
@@ -399,10 +406,11 @@ def main(args):
             orders = [torch.randperm(len(texts), device=device) for _ in range(args.update_epochs)]
             minibatches = [rows for order in orders for rows in order.tensor_split(minibatches_per_epoch)]
             batch["scores"] = score_batch(reward_model, batch, policy, args)
-            old_logprobs, _, old_values = look_up(policy, batch, args.microbatch_tokens, args.temperature)
+            first_epoch = minibatches[:minibatches_per_epoch]
+            old_logprobs, _, old_values = look_up(policy, batch, first_epoch, args.microbatch_tokens, args.temperature)
             batch |= {"old_logprobs": old_logprobs, "old_values": old_values}
             if ref is not None:
-                batch["ref_logprobs"], *_ = look_up(ref, batch, args.microbatch_tokens, args.temperature)
+                batch["ref_logprobs"], _ = look_up(ref, batch, first_epoch, args.microbatch_tokens, args.temperature)
             rewards = token_rewards(batch["scores"], old_logprobs, batch.get("ref_logprobs"), mask, args.kl_coef)
             advantages, returns = compute_advantages(rewards, old_values, mask, args.gamma, args.gae_lambda)
             batch |= {"advantages": whiten(advantages, mask), "returns": returns}
@@ -439,7 +447,7 @@ def main(args):
 
         # evaluation, logs, saving
         if eval_prompts and (step % args.eval_every == 0 or step == args.num_steps) and not all_reduce(len(stops)):
-            with gathered(policy) as sampler:
+            with gathered(policy.actor) as sampler:
                 metrics |= evaluate(
                     sampler, policy, reward_model, tokenizer, eval_prompts, stop_ids, args, step, rank, world_size
                 )
@@ -493,7 +501,10 @@ def resolve_args(args):
             return Args(**settings | given | {"run_dir": args.resume})
     own, tiny = (Path(name, "tokenizer.json") for name in (given.get("model", MODEL), MODEL))
     embedded = own.is_file() and tiny.is_file() and own.read_bytes() == tiny.read_bytes()  # or made of it
-    native = torch.cuda.is_available() or not embedded and torch.cpu.get_capabilities().get("avx512_bf16")
+    if torch.cuda.is_available():  # a T4 would only emulate bfloat16
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        native = not embedded and torch.cpu.get_capabilities().get("avx512_bf16")
     defaults = {f.name: f.metadata["embedded" if embedded else "real"] for f in fields(args) if f.metadata}
     defaults["precision"] = "bfloat16" if native else "float32"
     with contextlib.suppress(Exception):  # load_model reports
@@ -698,6 +709,7 @@ def load_model(name, tokenizer, lora_rank=0):
             raise ValueError(f"it lacks {wrong[0]}, or a place for it: is it whole, a language model?")
         if not (stop_ids := find_stop_ids(model, tokenizer)):
             raise ValueError("its tokenizer names no eos_token: nothing ends a completion")
+    model.get_input_embeddings().padding_idx = None  # that token may be in use, and would get no gradient
     # Its own may be refused when saved: a temperature without do_sample, say.
     model.generation_config = transformers.GenerationConfig(eos_token_id=stop_ids)
     return add_adapters(model, lora_rank) if lora_rank else model, stop_ids
@@ -718,11 +730,23 @@ def add_adapters(model, rank):
     layers = [layer for block in find_blocks(model) for layer in block.modules() if type(layer) is nn.Linear]
     if not layers:
         raise SystemExit(f"--lora-rank {rank}: this model has no linear layers to adapt")
+
+    def forward(layer, inputs):
+        rows = inputs.flatten(0, -2)  # (N, D)
+        adapted = rows.new_zeros(len(rows), layer.out_features)
+        if model.adapters:
+            adapted = layer.lora_b(layer.lora_a(rows)) * scale
+        # One product, rounded once. Added to an output that is bfloat16 already, small changes would be lost.
+        output = torch.addmm(adapted, rows, layer.weight.T)
+        if layer.bias is not None:
+            output = output + layer.bias
+        return output.unflatten(0, inputs.shape[:-1])
+
     for layer in layers:
         layer.lora_a = nn.Linear(layer.in_features, rank, bias=False)
         layer.lora_b = nn.Linear(rank, layer.out_features, bias=False)
         nn.init.zeros_(layer.lora_b.weight)  # at first nothing changes
-        layer.register_forward_hook(lambda own, x, y: y + own.lora_b(own.lora_a(*x)) * scale if model.adapters else y)
+        layer.forward = partial(forward, layer)
     return model
 
 
@@ -865,10 +889,80 @@ def load_reward_model(name, tokenizer, lora_rank=0, new_head=True):
         tokenizer.add_special_tokens({"pad_token": [*spare, "<|pad|>"][0]})
         if len(tokenizer) > model.get_input_embeddings().num_embeddings:
             model.resize_token_embeddings(len(tokenizer))
+    model.get_input_embeddings().padding_idx = None  # that token may be in use, and would get no gradient
     model.config.get_text_config().pad_token_id = model.config.pad_token_id = tokenizer.pad_token_id
     if lora_rank:
         add_adapters(model, lora_rank).score.requires_grad_(True)
     return model
+
+
+class ActorCritic(nn.Module):
+    """Policy and value model: trained and saved together, no parameter shared, each sharded as a unit of its own."""
+
+    def __init__(self, model, value_model):
+        super().__init__()
+        self.actor = LogprobModel(model)
+        self.critic = ValueModel(value_model)
+        # Of raw scores. The value model begins as the reward model: values are in its units.
+        self.register_buffer("score_mean", torch.tensor(0.0, dtype=torch.float64))
+        self.register_buffer("score_std", torch.tensor(1.0, dtype=torch.float64))
+
+    @property
+    def model(self):
+        return self.actor.model
+
+    @property
+    def value_model(self):
+        return self.critic.model
+
+    def forward(self, *inputs):
+        logprobs, entropies = self.actor(*inputs)
+        values = (self.critic(*inputs[:4]) - self.score_mean) / self.score_std
+        return logprobs, entropies, torch.where(inputs[3].bool(), values, 0.0)
+
+
+class LogprobModel(nn.Module):
+    """The unit that is sharded: the LM head, too, is gathered for its forward pass."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, *inputs, adapters=True):
+        self.model.adapters = adapters  # without them it is what it was before training
+        return token_logprobs(self.model, *inputs)
+
+
+class ValueModel(nn.Module):
+    """The unit that is sharded: its forward returns values, so the scalar head is gathered with the rest."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, *inputs):
+        return token_values(self.model, *inputs)
+
+
+def token_values(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
+    """Value before every completion token: the scalar head where it is predicted, 0 where masked."""
+    mask = completion_mask.bool()
+    hidden, lengths = hidden_states(model, prompt_ids, prompt_mask, completion_ids, mask)
+    places = mask.nonzero(as_tuple=True)  # (N,) rows and columns
+    positions = (lengths - mask.sum(1)).unsqueeze(1) + mask.cumsum(1) - 2  # (B, T)
+    hidden = hidden[places[0], positions[places]]  # (N, D)
+    values = model.score(hidden.to(model.score.weight.dtype)).squeeze(1)
+    return values.new_zeros(mask.shape).masked_scatter(mask, values)
+
+
+def hidden_states(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
+    """Last hidden states (B, W, D) of prompts and completions, all padding moved to the right, and lengths (B,)."""
+    ids = torch.cat([prompt_ids, completion_ids], 1)  # (B, P + T)
+    mask = torch.cat([prompt_mask.bool(), completion_mask.bool()], 1)
+    lengths = mask.sum(1)
+    # A causal model then needs neither attention mask nor position ids.
+    order = (~mask).long().argsort(dim=1, stable=True)[:, : lengths.max()]
+    return model.base_model(input_ids=ids.gather(1, order), use_cache=False).last_hidden_state, lengths
 
 
 def shard(policy, device, precision="float32", gradient_checkpointing=False):
@@ -916,57 +1010,6 @@ def cast(value, dtype):
     if isinstance(value, tuple):
         return tuple(cast(item, dtype) for item in value)
     return value.to(dtype) if torch.is_tensor(value) and value.is_floating_point() else value
-
-
-class ActorCritic(nn.Module):
-    """Policy and value model: trained, saved and sharded together, no parameter shared."""
-
-    def __init__(self, model, value_model):
-        super().__init__()
-        self.model = model
-        self.value_model = value_model
-        # Of raw scores. The value model begins as the reward model: values are in its units.
-        self.register_buffer("score_mean", torch.tensor(0.0, dtype=torch.float64))
-        self.register_buffer("score_std", torch.tensor(1.0, dtype=torch.float64))
-
-    def forward(self, *inputs, adapters=True):
-        self.model.adapters = adapters
-        logprobs, entropies = token_logprobs(self.model, *inputs)
-        values = (token_values(self.value_model, *inputs[:4]) - self.score_mean) / self.score_std
-        return logprobs, entropies, torch.where(inputs[3].bool(), values, 0.0)
-
-
-def token_values(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
-    """Value before every completion token: the scalar head where it is predicted, 0 where masked."""
-    mask = completion_mask.bool()
-    hidden, lengths = hidden_states(model, prompt_ids, prompt_mask, completion_ids, mask)
-    places = mask.nonzero(as_tuple=True)  # (N,) rows and columns
-    positions = (lengths - mask.sum(1)).unsqueeze(1) + mask.cumsum(1) - 2  # (B, T)
-    hidden = hidden[places[0], positions[places]]  # (N, D)
-    values = model.score(hidden.to(model.score.weight.dtype)).squeeze(1)
-    return values.new_zeros(mask.shape).masked_scatter(mask, values)
-
-
-def hidden_states(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
-    """Last hidden states (B, W, D) of prompts and completions, all padding moved to the right, and lengths (B,)."""
-    ids = torch.cat([prompt_ids, completion_ids], 1)  # (B, P + T)
-    mask = torch.cat([prompt_mask.bool(), completion_mask.bool()], 1)
-    lengths = mask.sum(1)
-    # A causal model then needs neither attention mask nor position ids.
-    order = (~mask).long().argsort(dim=1, stable=True)[:, : lengths.max()]
-    return model.base_model(input_ids=ids.gather(1, order), use_cache=False).last_hidden_state, lengths
-
-
-class LogprobModel(nn.Module):
-    """The unit that is sharded: the LM head, too, is gathered for its forward pass."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, *inputs, adapters=True):
-        self.model.adapters = adapters  # without them it is what it was before training
-        return token_logprobs(self.model, *inputs)
 
 
 class ScoreModel(nn.Module):
@@ -1032,9 +1075,10 @@ def measure_scores(policy, reward_model, tokenizer, prompts, stop_ids, args, ran
     """Set mean and deviation of scores to those of the initial model's samples."""
     torch.manual_seed((args.seed * 1_000_003 + rank) % 2**63)
     picked = pick_rows(prompts, 0, NORM_SAMPLES, args.seed)[rank::world_size]
-    with gathered(policy) as sampler:
+    with gathered(policy.actor) as sampler:
         batch, _ = rollout(sampler, tokenizer, picked, 1, args.temperature, stop_ids, args)
-    [scores] = look_up(reward_model, batch, args.microbatch_tokens)
+    rows = torch.arange(len(picked), device=batch["lengths"].device)
+    [scores] = look_up(reward_model, batch, [rows], args.microbatch_tokens)
     mean, variance = mean_and_variance(scores)
     if not math.isfinite(variance):
         raise SystemExit(f"--reward-model {args.reward_model}: its scores are not finite")
@@ -1123,14 +1167,18 @@ def extract_answer(text):
 
 
 @torch.no_grad()
-def look_up(model, batch, max_tokens, *settings):
-    """Return each output of a model for all rows of the rollout, without gradient."""
-    parts, rows = [], torch.arange(len(batch["lengths"]), device=batch["lengths"].device)
-    for part in microbatches(batch, rows, max_tokens):
-        inputs = [part[key] for key in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")]
-        outputs = model(*inputs, *settings)
-        outputs = [outputs] if torch.is_tensor(outputs) else outputs
-        parts.append([part["rows"], *(output[: len(part["rows"])] for output in outputs)])
+def look_up(model, batch, minibatches, max_tokens, *settings):
+    """Return each output of a model for all rows of the rollout, which are those of minibatches, without gradient.
+
+    The passes are those of the update: in bfloat16 a result depends on the rows beside it.
+    """
+    parts = []
+    for rows in minibatches:
+        for part in microbatches(batch, rows, max_tokens):
+            inputs = [part[key] for key in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")]
+            outputs = model(*inputs, *settings)
+            outputs = [outputs] if torch.is_tensor(outputs) else outputs
+            parts.append([part["rows"], *(output[: len(part["rows"])] for output in outputs)])
     places, *outputs = (torch.cat(pieces) for pieces in zip(*parts))
     return [output[places.argsort()] for output in outputs]
 
@@ -1297,14 +1345,20 @@ def end_run(args, progress, stop_signals):
         lines = [*map(json.loads, Path(args.run_dir, "metrics.jsonl").read_text().splitlines())]
         print(f"\n{lines[-1]['step']} steps in {sum(line.get('perf/step_seconds', 0) for line in lines):.0f} s")
         for name in [name for name in lines[0] if name.startswith("eval/")]:
-            evaluated = [line[name] for line in lines if name in line]
-            print(f"{name[5:]:15} {evaluated[0]:.3f} -> {evaluated[-1]:.3f}")
+            evaluated = [f"{line[name]:.3f}" for line in lines if name in line]
+            print(f"{name[5:]:15} {' -> '.join([evaluated[0], *evaluated[1:][-1:]])}")
         if Path(args.run_dir, "checkpoint").exists():
-            ranks, done = dist.get_world_size(), lines[-1]["step"] >= args.num_steps
+            ranks, total = dist.get_world_size(), args.num_steps
+            if lines[-1]["step"] >= total:
+                total *= 2
             call = f"torchrun --shutdown-timeout 3600 --nproc-per-node {ranks}" if ranks > 1 else "python"
             print(f"checkpoint      {args.run_dir}/checkpoint, for --model and from_pretrained")
-            resume = shlex.join([sys.argv[0], "--resume", str(args.run_dir)])
-            print(f"to go on        {call} {resume} --num-steps {args.num_steps * (1 + done)}")
+            flags = f"{shlex.join(['--resume', str(args.run_dir)])} --num-steps {total}"
+            if Path(sys.argv[0]).name == Path(__file__).name:
+                print(f"to go on        {call} {shlex.join(sys.argv[:1])} {flags}")
+            else:  # a script that calls main, and may read no flags
+                own = f"Args(resume={str(args.run_dir)!r}, num_steps={total})"
+                print(f"to go on        {sys.argv[0]} with {own}, or {flags}")
     CLEANUP.close()
     if stop_signals:
         raise SystemExit(128 + stop_signals[0])

@@ -62,7 +62,7 @@ ONE_MINIBATCH = [
         "for rows in order.tensor_split(minibatches_per_epoch)]",
         "for rows in order.tensor_split(minibatches_per_epoch)][:1]",
     ),
-    ("            later_rows = later_rows[live[later_rows]]", "            later_rows = later_rows[:0]"),
+    ("            later = first_epoch[1:] if args.update_epochs == 1 else first_epoch", "            later = []"),
 ]
 DELAYS = (1, 4, 16)
 

@@ -35,13 +35,13 @@ MEANS_OF_MICROBATCHES = [
     ),
     ("(loss / divisor).backward()", '(loss / part["completion_mask"].sum() / len(parts)).backward()'),
 ]
-OLD_LOGPROBS = "lookup_logprobs(policy, batch, later_rows, args.microbatch_tokens, args.temperature)"
+OLD_LOGPROBS = "lookup_logprobs(policy, batch, later, args.microbatch_tokens, args.temperature)"
 OLD_OF_SAMPLER = [
     (OLD_LOGPROBS, 'batch["sampler_logprobs"]'),
     ('logprobs.detach() if on_policy else part["old_logprobs"]', 'part["old_logprobs"]'),
 ]
 CENTRED = "advantages = groups - groups.mean(1, keepdim=True)"
-VALUES = "values = (token_values(self.value_model, *inputs[:4]) - self.score_mean) / self.score_std"
+VALUES = "values = (self.critic(*inputs[:4]) - self.score_mean) / self.score_std"
 NO_TOOL = ("if call is None or", "if True or")
 TOOL_TRAINED = [
     ('part["action_mask"],\n            args.clip_eps', 'part["completion_mask"],\n            args.clip_eps'),
@@ -72,8 +72,8 @@ DETAILS = {
                 ('part["completion_mask"], args.temperature\n', 'part["completion_mask"], 1.0\n'),
                 (OLD_LOGPROBS, OLD_LOGPROBS.replace("args.temperature", "1.0")),
                 (
-                    "lookup_logprobs(ref, batch, orders[0], args.microbatch_tokens, args.temperature)",
-                    "lookup_logprobs(ref, batch, orders[0], args.microbatch_tokens, 1.0)",
+                    "ref, batch, first_epoch, args.microbatch_tokens, args.temperature",
+                    "ref, batch, first_epoch, args.microbatch_tokens, 1.0",
                 ),
                 ('part.get("sampler_logprobs"),', "None,"),  # the sampler's weight would mend it
             ],
@@ -206,7 +206,7 @@ DETAILS = {
                     "load_reward_model(scorer, scorer_tokenizer, args.lora_rank, is_new)",
                     "load_reward_model(args.model, tokenizer, args.lora_rank)",
                 ),
-                (VALUES, "values = token_values(self.value_model, *inputs[:4])"),
+                (VALUES, "values = self.critic(*inputs[:4])"),
             ],
         ),
         "KL in the loss": (

@@ -149,11 +149,11 @@ def check_learning(grpo, policy, ids, mask, sampled, tokens):
     rows, means = torch.arange(len(ids), device=ids.device), []
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     for _ in range(4):
-        means.append(grpo.lookup_logprobs(policy, batch, rows, args.microbatch_tokens, 1.0).mean().item())
+        means.append(grpo.lookup_logprobs(policy, batch, [rows], args.microbatch_tokens, 1.0).mean().item())
         grpo.accumulate_gradients(policy, batch, rows, len(ids), True, args)
         norm = grpo.step_optimizer(policy, optimizer, 1e-4 if completion_ids.is_cuda else 1e-3, 1.0)
         yield "gradient norm", norm, "positive", 0 < norm < float("inf")
-    means.append(grpo.lookup_logprobs(policy, batch, rows, args.microbatch_tokens, 1.0).mean().item())
+    means.append(grpo.lookup_logprobs(policy, batch, [rows], args.microbatch_tokens, 1.0).mean().item())
     yield "mean log-probability before four steps towards it", means[0], "", None
     yield "... and after", means[-1], "higher", means[-1] > means[0]
 

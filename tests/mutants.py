@@ -265,12 +265,12 @@ MUTANTS = r"""
 + divisors[-1], True, args)
 ! test_steps.py::test_old_logprobs_are_those_of_the_policy_that_sampled / each
 # old log-probabilities are of the rows of the first minibatch @ OLD
-- later_rows = orders[0][len(minibatches[0]) if args.update_epochs == 1 else 0 :]
-+ later_rows = orders[0][: len(minibatches[0])]
+- later = first_epoch[1:] if args.update_epochs == 1 else first_epoch
++ later = first_epoch[:1]
 ! test_steps.py::test_old_logprobs_are_those_of_the_policy_that_sampled / grpo without KL
 # the first minibatch has no old log-probabilities in the second epoch @ grpo
-- later_rows = orders[0][len(minibatches[0]) if args.update_epochs == 1 else 0 :]
-+ later_rows = orders[0][len(minibatches[0]) :]
+- later = first_epoch[1:] if args.update_epochs == 1 else first_epoch
++ later = first_epoch[1:]
 ! test_logprobs.py::test_logprobs_are_looked_up_for_the_given_rows_only
 # log-probabilities come back in the order of microbatches @ OLD
 - index_copy(0, part["rows"], result
@@ -298,8 +298,8 @@ MUTANTS = r"""
 + torch.where(mask, token_loss, 0.0).sum()
 ! test_steps.py::test_the_reference_stays_the_initial_model
 # the reference follows the policy @ grpo
-- lookup_logprobs(ref, batch, orders[0]
-+ lookup_logprobs(policy, batch, orders[0]
+- lookup_logprobs(ref, batch, first_epoch
++ lookup_logprobs(policy, batch, first_epoch
 ! test_steps.py::test_the_kl_term_pulls_rows_of_advantage_0
 # rows of advantage 0 are dropped although the KL term needs them @ grpo
 - live = (batch["advantages"] != 0) | (ref is not None)

@@ -97,8 +97,10 @@ def run_ppo(share, device, live_rows):
     narrow = take(batch, share)
     width = narrow["completion_mask"].shape[1]
     narrow |= {key: narrow[key][:, :width] for key in ("advantages", "old_values", "returns")}
-    policy = ppo_rlhf.shard(policy, device)
-    logprobs, _, values = ppo_rlhf.look_up(policy, narrow, args.microbatch_tokens, args.temperature)
+    for part in (policy.actor, policy.critic):
+        ppo_rlhf.shard(part, device)
+    every_row = torch.arange(len(share))
+    logprobs, _, values = ppo_rlhf.look_up(policy, narrow, [every_row], args.microbatch_tokens, args.temperature)
     mask = narrow["completion_mask"]
     whitened = ppo_rlhf.whiten(narrow["advantages"], mask)
     rows = torch.tensor([share.index(row) for row in live_rows if row in share], dtype=torch.long)

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 import tyro
+from tiny import ROOT, TINY, exit_line, read_jsonl, write_jsonl
 from tiny import SCRIPTS as OF_COMPLETIONS
-from tiny import TINY, exit_line, read_jsonl, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dapo
@@ -165,6 +165,16 @@ def test_real_models_compute_in_bfloat16_where_the_processor_multiplies_it(scrip
     assert found(model="some/model") == "bfloat16"
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("native", [True, False])
+def test_a_gpu_without_bfloat16_units_computes_in_float32(script, native, monkeypatch):
+    """A T4 or an RTX 20 emulates bfloat16, slowly; asked without its argument, torch says that it is supported."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: native or including_emulation)
+    assert script.resolve_args(script.Args()).precision == ("bfloat16" if native else "float32")
+    assert script.resolve_args(script.Args(precision="bfloat16")).precision == "bfloat16"
+
+
 def test_an_empty_chat_template_is_one_line(folder):
     model = shutil.copytree(TINY, folder / "model")
     (model / "chat_template.jinja").write_text("")
@@ -263,9 +273,13 @@ def copied(tmp_path_factory):
         place.mkdir(parents=True)
         shutil.copy(script.__file__, place)
         flags = {"model": TINY, "dataset": "sums.jsonl", "run_dir": "runs/one", **small(script)}
+        # Large enough that some completions are right and some wrong: without a trained token there are no policy/*.
+        flags |= {"prompts_per_step": 2, "group_size": 8, "max_completion_length": 48, "system_prompt": ""}
+        flags |= {"minibatch_size": 8} if "minibatch_size" in flags else {}
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
         if place.parent.name == "run":
-            write_sums(place / "sums.jsonl")
+            rows = read_jsonl(ROOT / "data" / "addition" / "train.jsonl")[:40]  # half of which are answered rightly
+            write_jsonl(place / "sums.jsonl", rows)
         jobs.append((str(place), flags if place.parent.name == "run" else ["--help"]))
     environment = {"PYTHONIOENCODING": "ascii", "LC_ALL": "C", "PYTHONUTF8": "0", "COLUMNS": "200"}
     environment |= {"PYTHONDONTWRITEBYTECODE": "1", "HOME": str(home), "HF_HOME": str(home / "hf")}
@@ -332,8 +346,8 @@ def test_a_script_copied_elsewhere_writes_all_parts_of_its_run(copied, script):
     assert [line["step"] for line in lines] == [0, 1]
     # one group of samples a step
     [group] = read_jsonl(run / "samples.jsonl")
-    assert group["step"] == 1 and group["prompt"].endswith("+1=")
-    assert len(group["completions"]) == len(group["rewards"]) == 2
+    assert group["step"] == 1 and group["prompt"].endswith("=")
+    assert len(group["completions"]) == len(group["rewards"]) == 8
     # the checkpoint
     model = AutoModelForCausalLM.from_pretrained(run / "checkpoint", dtype="auto")
     before = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)

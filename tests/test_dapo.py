@@ -122,7 +122,7 @@ def test_step_without_any_signal_changes_nothing(tiny, tmp_path, dataset, monkey
     assert line["rollout/rounds"] == 3 and line["rollout/groups"] == 0
     assert all(math.isfinite(value) for value in line.values())
     assert line["reward/mean"] == pytest.approx(letters.count("s") / 9) and line["rollout/live"] == 0
-    assert line["optim/grad_norm"] == line["loss/policy"] == line["policy/approx_kl"] == 0
+    assert line["optim/grad_norm"] == line["loss/policy"] == 0 and "policy/approx_kl" not in line
     after, _ = load(dapo, tmp_path / "run" / "checkpoint")
     before, _ = load(dapo, TINY)
     assert all(torch.equal(a, b) for a, b in zip(after.parameters(), before.parameters(), strict=True))

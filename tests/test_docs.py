@@ -195,3 +195,20 @@ def test_what_is_said_of_the_curves_is_what_was_measured():
     page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8").partition("Both learn the same of it")[2]
     numbers = re.findall(r"(?<![\w-])\d+\.\d+", page)
     assert len(numbers) == len(said) and all(map(shown_as, said, numbers)), (said, numbers)
+
+
+def test_the_table_of_busy_machines_is_that_of_its_figures():
+    import threads
+
+    rows = json.loads(threads.RESULTS.read_text())["seconds"]
+    assert threads.table(rows) in (ROOT / "docs" / "results.md").read_text()
+    quiet, passive = "300,000 turns (libgomp's default)", "none (OMP_WAIT_POLICY=PASSIVE)"
+    busy = [row for load, row in rows.items() if load.startswith("beside")]
+    assert len(busy) == 4 and all(row[quiet]["median"] is None and row[passive]["median"] < 3 for row in busy)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_threads_sleep_unless_the_user_wants_otherwise(script):
+    text = (ROOT / f"{script}.py").read_text()
+    line = 'os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")\n'
+    assert line in text and text.index(line) < text.index("import torch\n")

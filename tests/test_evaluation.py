@@ -127,7 +127,7 @@ def test_score_of_a_cut_off_completion_is_less_by_the_penalty(evaluate):
 def test_the_penalty_is_in_units_of_the_normalised_score(monkeypatch, penalty, scored):
     """A reward model's score is normalised first; without one the reward of the rule is the score."""
     raw = torch.tensor([7.0, 3.0, -1.0])
-    monkeypatch.setattr(ppo_rlhf, "look_up", lambda _model, _batch, _max_tokens: [raw])
+    monkeypatch.setattr(ppo_rlhf, "look_up", lambda _model, _batch, _minibatches, _max_tokens: [raw])
     batch = {"rewards": torch.tensor([1.0, 0.0, 0.5]), "truncated": torch.tensor([False, True, True])}
     policy = SimpleNamespace(score_mean=3.0, score_std=4.0)
     args = ppo_rlhf.Args(missing_stop_penalty=penalty, microbatch_tokens=9)

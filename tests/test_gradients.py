@@ -226,7 +226,7 @@ def test_batch_stays_as_it_is(script, policy, batch):
     before = {key: value.clone() for key, value in batch.items()}
     accumulate(script, policy, batch, microbatch_tokens=20)
     if script is not reinforce:
-        script.lookup_logprobs(policy, batch, torch.arange(8), 20, 0.7)
+        script.lookup_logprobs(policy, batch, [torch.arange(8)], 20, 0.7)
     assert batch.keys() == before.keys() and all(torch.equal(batch[key], value) for key, value in before.items())
 
 

@@ -142,7 +142,7 @@ def test_before_the_first_update_the_ratio_is_exactly_1(policy, on_policy, monke
     """Looked-up log-probabilities are those of the training forward to the bit."""
     batch, rows, seen = make_batch(policy.model), torch.tensor([6, 3, 0, 5, 2, 7, 1, 4]), []
     if not on_policy:  # else those of the batch, which are of another policy, do not count
-        batch["old_logprobs"] = grpo.lookup_logprobs(policy, batch, rows, 20, 0.7)
+        batch["old_logprobs"] = grpo.lookup_logprobs(policy, batch, [rows], 20, 0.7)
         assert (batch["old_logprobs"] < 0).equal(batch["completion_mask"] == 1)
     policy_loss = grpo.policy_loss
     monkeypatch.setattr(grpo, "policy_loss", lambda *inputs: seen.append(inputs) or policy_loss(*inputs))
@@ -154,7 +154,7 @@ def test_before_the_first_update_the_ratio_is_exactly_1(policy, on_policy, monke
 def test_logprobs_are_looked_up_for_the_given_rows_only(policy):
     batch = make_batch(policy.model)
     rows = torch.tensor([6, 3, 0])
-    logprobs = grpo.lookup_logprobs(policy, batch, rows, 20, 0.7)
+    logprobs = grpo.lookup_logprobs(policy, batch, [rows], 20, 0.7)
     expected, _ = policy(*(batch[key] for key in INPUTS), 0.7)
     torch.testing.assert_close(logprobs[rows], expected[rows].detach(), rtol=1e-4, atol=1e-5)
     assert (logprobs[[1, 2, 4, 5, 7]] == 0).all() and not logprobs.requires_grad

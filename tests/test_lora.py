@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_precision import CPU, make_main_args
-from tiny import SIZES, TINY, build_model, make_batch, read_jsonl, relative_error
+from tiny import ROOT, SIZES, TINY, build_model, make_batch, read_jsonl, relative_error, write_jsonl
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen3Config
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen2Config, Qwen3Config
 
 import dapo
 import dpo
@@ -23,6 +23,7 @@ import sft
 pytestmark = pytest.mark.usefixtures("alone")
 SCRIPTS = [grpo, reinforce, dr_grpo, dapo, gspo, dpo, sft, ppo_rlhf, reward_model]
 INPUTS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+QWEN2 = Qwen2Config(**SIZES, num_key_value_heads=1)
 TIED = Qwen3Config(**SIZES, num_key_value_heads=1, head_dim=8, tie_word_embeddings=True)
 
 
@@ -81,7 +82,7 @@ def test_the_reference_is_the_model_without_adapters_to_the_last_bit(precision, 
             patch.setattr(grpo.dist, "init_device_mesh", lambda kind, _: init_device_mesh(kind, (1,)))
             policy = grpo.shard(grpo.LogprobModel(model), CPU, precision)
         ref = partial(policy, adapters=False)
-        found[moved] = [grpo.lookup_logprobs(which, batch, rows, 999, 0.7) for which in (policy, ref, policy)]
+        found[moved] = [grpo.lookup_logprobs(which, batch, [rows], 999, 0.7) for which in (policy, ref, policy)]
         assert torch.equal(found[moved][0], found[moved][2])  # and they are on again
     assert torch.equal(found[False][0], found[False][1]) and torch.equal(found[False][0], found[True][1])
     assert (found[True][0] - found[True][1]).abs().max() > 0.1
@@ -154,3 +155,42 @@ def test_gradients_are_freed_after_each_step():
         logprobs_of(policy.model, make_batch(policy.model)).sum().backward()
         assert grpo.step_optimizer(policy, optimizer, 1e-3, 1.0) > 0
         assert all(parameter.grad is None for parameter in policy.parameters())
+
+
+def train_adapters(folder, precision, **settings):
+    """A run of sft.py with adapters on the same 64 rows in each step; its lines."""
+    rows = read_jsonl(ROOT / "data" / "addition" / "sft.jsonl")[:64]
+    settings = {"model": str(TINY), "dataset": write_jsonl(folder / "rows.jsonl", rows), "eval_prompts": 16} | settings
+    settings |= {"lora_rank": 8, "warmup_steps": 0, "precision": precision, "run_dir": str(folder / precision)}
+    sft.main(sft.Args(minibatch_size=48, **settings))
+    return read_jsonl(folder / precision / "metrics.jsonl")
+
+
+def test_small_steps_of_adapters_reach_a_model_in_bfloat16(tmp_path):
+    """A small output added to one that is rounded already would be lost, and the loss would not fall."""
+    falls = {}
+    for precision in ("float32", "bfloat16"):
+        lines = train_adapters(tmp_path, precision, num_steps=20, learning_rate=1e-5)
+        losses = [line["loss/nll"] for line in lines if "loss/nll" in line]
+        falls[precision] = losses[0] - losses[-1]
+    assert falls["float32"] > 0 and falls["bfloat16"] > 0.4 * falls["float32"]
+
+
+def test_a_checkpoint_in_bfloat16_is_the_model_that_was_trained(tmp_path):
+    lines = train_adapters(tmp_path, "bfloat16", num_steps=10, learning_rate=1e-3)
+    checkpoint = str(tmp_path / "bfloat16" / "checkpoint")
+    settings = {"dataset": str(tmp_path / "rows.jsonl"), "eval_prompts": 16, "precision": "bfloat16"}
+    sft.main(sft.Args(model=checkpoint, num_steps=0, run_dir=str(tmp_path / "again"), **settings))
+    [again] = read_jsonl(tmp_path / "again" / "metrics.jsonl")
+    losses = [line["loss/nll"] for line in lines if "loss/nll" in line]
+    assert losses[-1] < losses[0] - 0.01
+    assert again["eval/loss"] == pytest.approx(lines[-1]["eval/loss"], rel=0.01)
+
+
+@pytest.mark.parametrize("config", ["llama", QWEN2], ids=["llama", "with biases"])
+def test_adapters_that_add_nothing_change_no_bit_in_bfloat16(config):
+    """So policy and reference are equal at the start, also in layers with a bias."""
+    model, batch = with_adapters(config, dtype=torch.float32, moved=False), make_batch(build_model("llama"))
+    policy = grpo.shard(grpo.LogprobModel(model), CPU, "bfloat16")
+    found = [policy(*(batch[key] for key in INPUTS), 0.7, adapters=adapters)[0] for adapters in (True, False)]
+    assert torch.equal(*found)

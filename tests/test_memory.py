@@ -1,5 +1,6 @@
 """tools/memory.py: its formulas against the bytes that small models take on a CPU, and docs/memory.md against it."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import grpo
 import ppo_rlhf
 
-PAGE, CPU = Path(grpo.__file__).parent / "docs" / "memory.md", torch.device("cpu")
+ROOT, CPU = Path(grpo.__file__).parent, torch.device("cpu")
+PAGE = ROOT / "docs" / "memory.md"
 pytestmark = pytest.mark.usefixtures("alone")
 
 
@@ -235,3 +237,32 @@ def test_the_page_is_what_the_tool_writes(tmp_path):
     (tmp_path / "memory.md").write_text(page)
     memory.write_page(tmp_path / "memory.md")
     assert (tmp_path / "memory.md").read_text() == page, "python tools/memory.py --write docs/memory.md"
+
+
+def torchrun_commands():
+    """(page, command) of every torchrun on the pages, its lines joined."""
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").glob("*.md"))]:
+        for command in re.findall(r"torchrun [^`\n]*?\w+\.py[^`\n]*", page.read_text().replace("\\\n", " ")):
+            yield page.name, " ".join(command.split())
+
+
+def test_every_torchrun_command_of_the_pages_fits_its_gpus():
+    """GPUs of 80 GB, by the same formulas as `tools/memory.py`; a command that resumes has the settings of its run."""
+    fit = []
+    for page, command in torchrun_commands():
+        script, flags = re.search(r"(\w+)\.py(.*)", command).groups()
+        ranks = int(re.search(r"--nproc-per-node (\d+)", command)[1])
+        model = re.search(r"--model (\S+)", flags)
+        if "--resume" in flags:
+            continue
+        config = memory.load_config(
+            model[1].removeprefix("Qwen/").removesuffix("-Instruct") if model else str(ROOT / "models" / "tiny")
+        )
+        given = {}
+        for flag, value in re.findall(r"--([a-z-]+)(?: ([^ -]\S*))?", flags):
+            name = flag.replace("-", "_")
+            if name in memory.SETTINGS:
+                given[name] = type(memory.SETTINGS[name])(value or True)
+        peak = max(memory.account(config, memory.read_settings(script, config, **given), ranks)[-1][1:])
+        fit.append((page, command, peak <= 80e9 * memory.USABLE))
+    assert len(fit) >= 2 and [row for row in fit if not row[2]] == []

@@ -359,3 +359,21 @@ def test_a_generation_config_that_could_not_be_saved_anew_is_no_fault(given, tmp
     saved = json.loads((checkpoint / "generation_config.json").read_text())
     assert saved["eos_token_id"] == [5, 7] and not {*given} & {*saved}
     assert grpo.find_stop_ids(*load(grpo, checkpoint)) == [5, 7]
+
+
+@pytest.mark.parametrize("kind", ["language model", "reward model"])
+def test_a_pad_token_that_is_in_use_is_trained(kind, tmp_path):
+    """As SmolLM2's, which ends every turn: nn.Embedding gives the row of its padding_idx no gradient."""
+    source = shutil.copytree(TINY if kind == "language model" else TINY_REWARD, tmp_path / "model")
+    config = json.loads((source / "config.json").read_text())
+    ids = torch.tensor([[3, 4, 5, 6]])
+    gradients = []
+    for pad_id in (None, 4):
+        edit_json(source / "config.json", pad_token_id=pad_id, tie_word_embeddings=config["tie_word_embeddings"])
+        if kind == "language model":
+            model, _ = load(grpo, source)
+        else:
+            model, _ = load_scorer(reward_model, source)
+        model.base_model(input_ids=ids, use_cache=False).last_hidden_state.square().sum().backward()
+        gradients.append(model.get_input_embeddings().weight.grad)
+    assert gradients[0][4].norm() > 0 and torch.equal(*gradients)

@@ -465,10 +465,10 @@ def test_looked_up_numbers_are_in_the_order_of_the_rows(policy, batch, budget):
     before = {key: value.clone() for key, value in batch.items()}
     with torch.no_grad():
         expected = policy(*(batch[key] for key in INPUTS), 0.7)
-    found = ppo_rlhf.look_up(policy, batch, budget, 0.7)
+    found = ppo_rlhf.look_up(policy, batch, [torch.arange(8)], budget, 0.7)
     torch.testing.assert_close(list(found), list(expected), rtol=1e-9, atol=1e-12)
     assert not any(x.requires_grad for x in found)
-    [scores] = ppo_rlhf.look_up(ppo_rlhf.ScoreModel(policy.value_model), batch, budget)
+    [scores] = ppo_rlhf.look_up(ppo_rlhf.ScoreModel(policy.value_model), batch, [torch.arange(8)], budget)
     alone = [ppo_rlhf.sequence_scores(policy.value_model, *(batch[key][[row]] for key in INPUTS)) for row in range(8)]
     torch.testing.assert_close(scores, torch.cat(alone).detach(), rtol=1e-9, atol=1e-12)
     assert_equal(batch, before)

@@ -211,12 +211,30 @@ def test_the_reference_is_what_the_policy_was_to_the_last_bit():
     policy, ref = make_policy(), make_model().requires_grad_(False)
     batch, rows = make_batch(make_model()), torch.arange(8)
     ref = grpo.shard(grpo.LogprobModel(ref), CPU, "bfloat16")
-    before = grpo.lookup_logprobs(policy, batch, rows, 999, 0.7)
-    assert torch.equal(grpo.lookup_logprobs(ref, batch, rows, 999, 0.7), before)
+    before = grpo.lookup_logprobs(policy, batch, [rows], 999, 0.7)
+    assert torch.equal(grpo.lookup_logprobs(ref, batch, [rows], 999, 0.7), before)
     assert {parameter.dtype for parameter in ref.model.base_model.layers.parameters()} == {torch.bfloat16}
     for parameter in policy.parameters():
         parameter.data.mul_(1.1)
-    assert torch.equal(grpo.lookup_logprobs(ref, batch, rows, 999, 0.7), before)
+    assert torch.equal(grpo.lookup_logprobs(ref, batch, [rows], 999, 0.7), before)
+
+
+def test_a_rollout_of_ppo_gathers_the_policy_and_not_the_value_model(tmp_path, monkeypatch):
+    parts, gathered, shard, rollout = [], [], ppo_rlhf.shard, ppo_rlhf.rollout
+
+    def recorded_shard(part, *settings):
+        parts.append(shard(part, *settings))
+        return parts[-1]
+
+    def recorded_rollout(*inputs):
+        gathered.append([not any(isinstance(weight, DTensor) for weight in part.parameters()) for part in parts[:2]])
+        return rollout(*inputs)
+
+    monkeypatch.setattr(ppo_rlhf, "shard", recorded_shard)
+    monkeypatch.setattr(ppo_rlhf, "rollout", recorded_rollout)
+    settings = {"precision": "bfloat16", "num_steps": 1, "reward_model": "none", "kl_coef": 0.0}
+    ppo_rlhf.main(make_main_args(ppo_rlhf, tmp_path, **settings, run_dir=str(tmp_path / "run")))
+    assert len(parts) == 2 and len(gathered) >= 3 and all(found == [True, False] for found in gathered)
 
 
 RUNS = {

@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import sys
+import time
 from dataclasses import fields
 
 import pytest
@@ -139,7 +140,8 @@ def test_fewer_steps_than_were_done_are_refused(run):
 
 
 def test_the_command_to_go_on_is_that_of_the_script_that_was_started(run, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", [f"elsewhere/{os.path.basename(sys.argv[0])}", "--seed", "3"])
+    edit_json(run / "args.json", run=settings_of(run)["run"] | {"entry": "grpo.py"})
+    monkeypatch.setattr(sys, "argv", ["elsewhere/grpo.py", "--seed", "3"])
     moved = run.rename(run.parent / "moved")
     grpo.main(grpo.Args(resume=str(moved)))
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("to go on")]
@@ -309,4 +311,46 @@ def test_weights_and_biases_is_told_each_step_and_only_where_it_is_asked_for(run
     assert logged == read_jsonl(run / "metrics.jsonl")[3:]
     grpo.main(grpo.Args(resume=str(run), num_steps=5, track=True))
     [log] = run.glob("wandb/offline-run-*/*.wandb")
-    assert b"reward/mean" in log.read_bytes()
+    end = time.monotonic() + 60
+    while b"reward/mean" not in log.read_bytes():  # another process writes it, and may be late
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def test_an_evaluation_alone_is_no_change(sums, tmp_path, capsys):
+    """As when Ctrl-C comes before the second evaluation."""
+    grpo.main(grpo.Args(dataset=sums, run_dir=str(tmp_path / "run"), **SMALL | {"num_steps": 0}))
+    out = capsys.readouterr().out.partition("steps in")[2]
+    assert re.search(r"^accuracy +[0-9.]+$", out, re.MULTILINE) and "->" not in out
+
+
+def test_control_characters_of_a_completion_do_not_reach_the_terminal(sums, tmp_path, monkeypatch, capsys):
+    sample = grpo.sample_completions
+
+    def sample_completions(*args):
+        batch, texts = sample(*args)
+        return batch, ["\x1b[2J\rgone\x07 é" for _ in texts]
+
+    monkeypatch.setattr(grpo, "sample_completions", sample_completions)
+    grpo.main(grpo.Args(dataset=sums, run_dir=str(tmp_path / "run"), **SMALL))
+    out = capsys.readouterr().out
+    assert r"\x1b[2J\rgone\x07 é" in out and not {"\x1b", "\x07"} & {*out}
+
+
+def test_a_script_of_ones_own_is_told_how_it_goes_on(sums, tmp_path, monkeypatch, capsys):
+    """It may read no flags, so that a command with flags would start it anew."""
+    own = f"my_reward.py with Args(resume='{tmp_path}/my_reward.py', num_steps=4), or --resume {tmp_path}/my_reward.py"
+    for name, expected in (("my_reward.py", own), ("grpo.py", "python grpo.py --resume")):
+        monkeypatch.setattr(sys, "argv", [name])
+        grpo.main(grpo.Args(dataset=sums, run_dir=str(tmp_path / name), **SMALL))
+        assert expected in capsys.readouterr().out.partition("to go on")[2]
+
+
+def test_without_a_trained_token_there_are_no_means_over_tokens(sums, tmp_path, monkeypatch):
+    monkeypatch.setattr(grpo, "reward_fn", lambda _text, _answer: 1.0)
+    for kl_coef, expected in ((0.0, False), (0.04, True)):  # with a KL term all rows are trained
+        run = tmp_path / f"run {kl_coef}"
+        grpo.main(grpo.Args(dataset=sums, run_dir=str(run), **SMALL | {"kl_coef": kl_coef, "num_steps": 1}))
+        line = read_jsonl(run / "metrics.jsonl")[-1]
+        assert line["reward/zero_std"] == 1 and any(name.startswith("policy/") for name in line) == expected
+        assert line["rollout/live"] == 0

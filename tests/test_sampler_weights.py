@@ -152,7 +152,7 @@ def weights_on_one_process():
     torch.manual_seed(0)
     args = grpo.resolve_args(grpo.Args())
     batch, _ = grpo.sample_completions(model, tokenizer, prompts[:128], 8, 1.0, stop_ids, args)
-    logprobs = grpo.lookup_logprobs(grpo.LogprobModel(model), batch, torch.arange(1024), 1024, 1.0)
+    logprobs = grpo.lookup_logprobs(grpo.LogprobModel(model), batch, [torch.arange(1024)], 1024, 1.0)
     return (logprobs - batch["sampler_logprobs"])[batch["completion_mask"] == 1].exp()
 
 

@@ -1,5 +1,6 @@
 """What main wires together, in one short recorded run of every script: rows, divisors, learning rates, references."""
 
+import importlib
 import math
 from dataclasses import fields
 from types import SimpleNamespace
@@ -419,3 +420,23 @@ def test_rewards_and_lengths_are_means_over_the_rollout(runs, name):
             equal = (groups == groups[:, :1]).all(1).double()
             assert line["reward/zero_std"] == pytest.approx(equal.mean().item())
     assert next(rollouts, None) is None
+
+
+@each([*CLIPPED, "grpo_process", "grpo_tools", "ppo_rlhf"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_where_nothing_has_moved_every_ratio_is_exactly_1(name, precision, tmp_path, monkeypatch):
+    """Old log-probabilities come from the passes of the update: in bfloat16 other rows beside one change it."""
+    script = importlib.import_module(name.split()[0])
+    monkeypatch.setattr(script, "reward_fn", score)
+    monkeypatch.setattr(script, "NORM_SAMPLES", 16, raising=False)
+    rows = [row for row in ROWS for _ in range(2)]
+    settings = SETTINGS | OWN.get(name, {}) | {"num_steps": 2, "learning_rate": 1e-29, "value_learning_rate": 1e-29}
+    settings |= {"dataset": write_jsonl(tmp_path / "rows.jsonl", rows), "run_dir": str(tmp_path / "run")}
+    settings |= {"precision": precision, "prompts_per_step": 8, "minibatch_size": 4, "update_epochs": 1}
+    settings |= {"microbatch_tokens": 40, "reward_model": "none"}
+    script.main(script.Args(**{f.name: settings[f.name] for f in fields(script.Args) if f.name in settings}))
+    lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")[1:]
+    assert [line["policy/approx_kl"] for line in lines] == [0.0] * len(lines) and len(lines) >= 2
+    assert all(line["optim/grad_norm"] > 0 for line in lines)
+    if name in ("grpo", "grpo_process"):
+        assert [line["policy/ref_kl"] for line in lines] == [0.0] * len(lines)

@@ -252,7 +252,7 @@ def test_the_first_step_shows_answers_and_what_was_cut_off(tmp_path, capsys, mon
     grpo.main(run_args(tmp_path, **settings))
     output = capsys.readouterr().out
     group = read_jsonl(tmp_path / "run" / "samples.jsonl")[0]
-    assert f"step 1: {group['prompt']} -> {group['answer']}\n" in output and group["answer"].endswith(" apples")
+    assert f"step 1: {group['prompt']!r} -> {group['answer']!r}\n" in output and group["answer"].endswith(" apples")
     assert output.count(" [cut off]\n") == sum(group["truncated"]) > 0
     assert f"nothing is right: see {tmp_path}/run/eval_samples.jsonl\n" in output
     assert read_jsonl(tmp_path / "run" / "eval_samples.jsonl")[0]["answer"].endswith(" apples")
@@ -264,7 +264,7 @@ def test_a_run_does_not_die_of_its_own_printing(tmp_path):
     flags = ["--dataset", write_jsonl(tmp_path / "rows.jsonl", rows), "--num-steps", "1", "--eval-prompts", "4"]
     flags += ["--prompts-per-step", "4", "--minibatch-size", "32"]
     done = on_command_line(ROOT / "grpo.py", *flags, "--run-dir", tmp_path / "ascii", PYTHONIOENCODING="ascii")
-    assert done.returncode == 0 and "step 1: ? 1" in done.stdout, done.stderr
+    assert done.returncode == 0 and "step 1: '? 1" in done.stdout, done.stderr
     command = [sys.executable, "-u", ROOT / "grpo.py", *flags, "--run-dir", tmp_path / "head"]
     read, write = os.pipe()
     process = subprocess.Popen(command, stdout=write, stderr=subprocess.PIPE, text=True)

@@ -54,7 +54,7 @@ def run(script, dtype, live_rows, precision, lora_rank):
     batch = take(batch, share)
     rows = torch.tensor([share.index(row) for row in live_rows if row in share], dtype=torch.long)
     policy = script.shard(script.LogprobModel(model), device, precision)
-    logprobs = grpo.lookup_logprobs(policy, batch, rows, ARGS.microbatch_tokens, ARGS.temperature)
+    logprobs = grpo.lookup_logprobs(policy, batch, [rows], ARGS.microbatch_tokens, ARGS.temperature)
     args = make_args(script, microbatch_tokens=ARGS.microbatch_tokens)
     metrics = sum_over_ranks(call_accumulate_gradients(script, policy, batch, rows, args))
     results = {"gradient": gradient_of_parameters(policy), "metrics": metrics, "logprobs": logprobs}

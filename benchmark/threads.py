@@ -1,0 +1,99 @@
+"""How long is a step of grpo.py on a busy machine, by how long idle threads spin before they sleep?
+
+    python benchmark/threads.py          # 10 to 20 minutes; writes benchmark/results/threads.json and prints the table
+
+torch's threads wait for each other by spinning (libgomp's GOMP_SPINCOUNT, 300,000 turns unless set). Each row runs
+`python grpo.py` beside other processes, each column with another way of waiting, which all processes of the row share.
+A figure is the median of perf/step_seconds from the third step on, of up to 12 steps or what is done in 75 seconds.
+"""
+
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmark/results/threads.json"
+WAITS = {
+    "300,000 turns (libgomp's default)": {"GOMP_SPINCOUNT": "300000"},
+    "3,000 turns": {"GOMP_SPINCOUNT": "3000"},
+    "1,000 turns": {"GOMP_SPINCOUNT": "1000"},
+    "none (OMP_WAIT_POLICY=PASSIVE)": {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"},
+}
+BUSY_LOOP = [sys.executable, "-c", "while True: pass"]
+TRAINING = [sys.executable, "grpo.py", "--num-steps", "100000", "--eval-prompts", "8", "--eval-every", "100000"]
+SECONDS = 75  # at most, of a training that is measured
+LOADS = {  # the processes beside, and the variables of all and of those beside
+    "alone": ([], {}, {}),
+    "alone, OMP_NUM_THREADS=8": ([], {"OMP_NUM_THREADS": "8"}, {}),
+    "beside one busy loop": ([BUSY_LOOP], {}, {}),
+    "beside one training": ([TRAINING], {}, {}),
+    "beside three trainings of one thread": ([TRAINING] * 3, {}, {"OMP_NUM_THREADS": "1"}),
+    "beside three trainings": ([TRAINING] * 3, {}, {}),
+}
+
+
+def start(command, folder, variables):
+    """Start a process in a group of its own; what a training writes goes into the folder."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    if command is not BUSY_LOOP:
+        command = [*command, "--run-dir", str(folder)]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    return subprocess.Popen(command, cwd=ROOT, env=environment | variables, start_new_session=True, **quiet)
+
+
+def read_seconds(folder):
+    """The seconds of the steps that are done, but for the first two."""
+    log = folder / "metrics.jsonl"
+    lines = log.read_text().splitlines() if log.exists() else []
+    return [row["perf/step_seconds"] for row in map(json.loads, lines) if row["step"] > 2]
+
+
+def measure(wait, load):
+    """The median step of a training beside others, and how many steps it is of."""
+    others, common, theirs = LOADS[load]
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        own = {"HF_HUB_OFFLINE": "1"} | WAITS[wait] | common
+        beside = [start(command, folder / f"other{i}", own | theirs) for i, command in enumerate(others)]
+        if others:
+            time.sleep(20)  # until they train
+        training = start(TRAINING, folder / "own", own)
+        end = time.time() + SECONDS
+        while time.time() < end and len(read_seconds(folder / "own")) < 10:
+            time.sleep(1)
+        seconds = read_seconds(folder / "own")
+        for process in [training, *beside]:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return {"median": statistics.median(seconds) if seconds else None, "steps": len(seconds)}
+
+
+def main():
+    rows = {}
+    for load in LOADS:
+        for wait in WAITS:
+            rows.setdefault(load, {})[wait] = measure(wait, load)
+            print(load, wait, rows[load][wait], flush=True)
+    machine = {"processors": os.cpu_count(), "machine": platform.machine()}
+    RESULTS.write_text(json.dumps({"machine": machine, "seconds": rows}, indent=1) + "\n")
+    print(table(rows))
+
+
+def table(rows):
+    """The table of docs/results.md."""
+    lines = [f"| step of `grpo.py`, seconds | {' | '.join(WAITS)} |", "|---" * (len(WAITS) + 1) + "|"]
+    for load, row in rows.items():
+        cells = [f"over {SECONDS}" if cell["median"] is None else f"{cell['median']:.2f}" for cell in row.values()]
+        lines.append(f"| {load} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
