@@ -1,0 +1,1451 @@
+"""PPO for RLHF: Proximal Policy Optimization against a reward model, with a KL penalty per token.
+
+Schulman et al., "Proximal Policy Optimization Algorithms" (2017) https://arxiv.org/abs/1707.06347v2, equation 7;
+Ouyang et al., "Training language models to follow instructions with human feedback" (2022)
+https://arxiv.org/abs/2203.02155v1, equation 2; details of Huang et al., "The N+ Implementation Details of RLHF with
+PPO" (2024) https://arxiv.org/abs/2403.17031v1.
+
+    J(θ) = E Σₜ min(rₜ Aₜ, clip(rₜ, 1 − ε, 1 + ε) Aₜ)
+    Rₜ = −β log π_old(oₜ)/π_ref(oₜ) + [t is the last token] (score − missing-stop penalty)
+    Aₜ = Σₖ (γλ)ᵏ δₜ₊ₖ,   δₜ = Rₜ + γ V(sₜ₊₁) − V(sₜ),   V = 0 after the last token
+
+    oₜ, sₜ    the t-th token of a completion, and the prompt with all tokens before it
+    rₜ        π_θ(oₜ) / π_old(oₜ), π_old being the policy that sampled (--sampler-weight-cap)
+    score     the reward model's, normalised on samples of the initial model
+    V         the value model, which starts as the reward model and learns Aₜ + V_old(sₜ)
+    ε, β, γ, λ   --clip-eps, --kl-coef, --gamma, --gae-lambda
+
+With --ptx-coef c (PPO-ptx; γ in eq. 2 of Ouyang et al.) J(θ) has c E log π_θ(x) besides, per token x of other texts.
+
+Compared with grpo.py
+- An advantage per token, from a value model; one completion a prompt; four models in memory.
+- The score is learned. eval/accuracy and reward/mean are by reward_fn, which training does not see: where the score
+  rises and they fall, the reward model is fooled.
+- The KL penalty is in the reward (k1, no gradient through it); the loss is a mean over tokens.
+
+Departures from the papers
+- No entropy bonus; by default no pretraining loss; the value loss has its own learning rate.
+- Learning rates stay constant after the warm-up; those of Huang et al. fall to 0.
+- The score belongs to the last token; the code of Huang et al. puts it one position later.
+- A completion without stop token loses a penalty; Huang et al. set its score to -1.
+
+    python ppo_rlhf.py
+    python ppo_rlhf.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset Anthropic/hh-rlhf --reward-model runs/.../checkpoint
+"""
+
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from datetime import datetime, timedelta
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+# Idle OpenMP threads spin, which slows a busy machine down; let them sleep. This must be set before torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import tyro
+import wandb
+from datasets import load_dataset
+from torch import nn
+from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+)
+
+HERE = Path(__file__).resolve().parent
+
+
+@dataclass
+class Args:
+    """PPO of a language model against a reward model."""
+
+    # model and data; the defaults suit real models, and "task_defaults" in a model's config.json replaces them
+    model: str = str(HERE / "models/tiny")
+    """folder or Hugging Face name of a causal language model"""
+    dataset: str = str(HERE / "data/addition")
+    """json, jsonl, csv or parquet file, folder, or Hugging Face name such as openai/gsm8k:main"""
+    reward_model: str = str(HERE / "models/tiny-reward")
+    """folder or Hugging Face name of a reward model with the same tokenizer (none: train on reward_fn)"""
+    ptx_dataset: str = ""
+    """rows with text, or with prompt and completion, for --ptx-coef"""
+    system_prompt: str = ""
+    """system message placed before every prompt that has none; as the reward model was trained"""
+    max_prompt_length: int = 512
+    """most tokens per prompt; longer prompts are dropped"""
+
+    # rollout
+    num_steps: int = 200
+    """training steps, each of which samples one rollout (0: evaluate only)"""
+    prompts_per_step: int = 256
+    """prompts per rollout, over all ranks"""
+    max_completion_length: int = 1024
+    """most tokens per completion, including the stop token"""
+    temperature: float = 1.0
+    """temperature of sampling and of all log-probabilities"""
+    rollout_batch_size: int = 0
+    """most completions sampled at once on each rank (0: all); set it if sampling runs out of memory"""
+    sampler_weight_cap: float = 2.0
+    """upper limit of a token's weight, its probability under the policy over that under the sampler"""
+
+    # optimization
+    learning_rate: float = 3e-6
+    """learning rate of the policy's AdamW; a model of 135 M parameters needed 1e-5"""
+    value_learning_rate: float = 3e-6
+    """learning rate of the value model's AdamW; a model of 135 M parameters needed 3e-5"""
+    warmup_steps: int = 10
+    """optimizer steps over which the learning rates rise from 0"""
+    minibatch_size: int = 64
+    """completions per optimizer step, over all ranks"""
+    microbatch_tokens: int = 16384
+    """most tokens per forward pass, including padding; set it lower if the update runs out of memory"""
+    update_epochs: int = 4
+    """passes over each rollout (4 in Huang et al.)"""
+    max_grad_norm: float = 1.0
+    """larger gradients are scaled down to this norm"""
+    gradient_checkpointing: bool = False
+    """recompute activations in the backward pass, which saves memory and takes about a third longer"""
+    precision: Literal["auto", "bfloat16", "float32"] = "auto"
+    """precision of the transformer blocks (auto: bfloat16 where the hardware supports it, otherwise float32)"""
+    lora_rank: int = 0
+    """train LoRA adapters of this rank, with 3 to 10 times the learning rate (0: train the whole model)"""
+
+    # evaluation, saving, logging
+    eval_every: int = 20
+    """steps between evaluations"""
+    eval_prompts: int = 256
+    """held-out prompts per evaluation"""
+    save_every: int = 20
+    """steps between saves"""
+    run_dir: str = ""
+    """new folder for logs and checkpoints (default: runs/SCRIPT__SEED__TIME)"""
+    resume: str = ""
+    """folder of a run to continue, one you trust; its settings become the defaults"""
+    seed: int = 1
+    """seed of sampling and of the order of prompts"""
+    track: bool = False
+    """log to Weights & Biases as well (WANDB_MODE=offline works)"""
+
+    # the algorithm
+    clip_eps: float = 0.2
+    """epsilon (0.2 in both papers)"""
+    value_clip_eps: float = 0.2
+    """how far a value moves from the old one before its gradient stops (0.2 in Huang et al.)"""
+    kl_coef: float = 0.05
+    """beta, the price of a nat of KL (0.05 in Huang et al.); with 0 no reference model is loaded"""
+    gamma: float = 1.0
+    """discount factor (1: none)"""
+    gae_lambda: float = 0.95
+    """lambda of generalized advantage estimation (0.95 in Huang et al.)"""
+    missing_stop_penalty: float = 1.0
+    """subtracted from the score of a completion that was cut off before a stop token"""
+    ptx_coef: float = 0.0
+    """price of a nat of the mean loss per token of --ptx-dataset (PPO-ptx; with 0 no texts are read)"""
+
+
+def is_right(completion, answer):
+    """Return whether the completion's final answer equals the answer, which may be a GSM8K solution ending in ####."""
+    given = extract_answer(completion)
+    if given is None:
+        return False
+    gold = parse_answer(extract_answer(answer) or answer)
+    return gold is not None and parse_answer(given) == gold
+
+
+def reward_fn(completion, answer):
+    """Return the reward of a completion. Edit this function, or assign another to the module."""
+    return float(is_right(completion, answer))
+
+
+def score_completions(completions, rows):
+    """Return one reward per completion; each row has the prompt, the answer and the dataset's other columns.
+
+    Edit this function for rewards that need the prompt or many completions at once, such as a judge or a test runner.
+    """
+    return [reward_fn(completion, row["answer"]) for completion, row in zip(completions, rows)]
+
+
+def score_batch(reward_model, batch, policy, args):
+    """Return the normalised scores (B,) of a rollout, or its rewards without reward model, minus the stop penalty."""
+    scores = batch["rewards"]
+    if reward_model is not None:
+        scores = look_up_scores(reward_model, batch, args)
+        scores = (scores - policy.score_mean) / policy.score_std
+    return scores - args.missing_stop_penalty * batch["truncated"].to(scores.dtype)
+
+
+def token_rewards(scores, old_logprobs, ref_logprobs, completion_mask, kl_coef):
+    """Eq. 2 of Ouyang et al. per token: the score at the last token, minus kl_coef log(π_old / π_ref) at each.
+
+    scores (B,), all else (B, T); ref_logprobs may be None if kl_coef is 0 -> (B, T), 0 where masked.
+    """
+    mask = completion_mask.bool()
+    positions = torch.arange(mask.shape[1], device=mask.device)
+    is_last = mask & (positions == (mask * positions).amax(1, keepdim=True))  # (B, T)
+    rewards = torch.where(is_last, scores.unsqueeze(1), 0.0)
+    if ref_logprobs is not None:
+        rewards = rewards - kl_coef * torch.where(mask, old_logprobs - ref_logprobs, 0.0)
+    return rewards
+
+
+def compute_advantages(rewards, values, completion_mask, gamma, gae_lambda):
+    """Generalized advantage estimation (arXiv 1506.02438, eq. 16), and returns, the targets of the values.
+
+    All (B, T), completions padded on the right; the value after the last token is 0 -> advantages, returns (B, T).
+    """
+    mask = completion_mask.bool()
+    rewards = torch.where(mask, rewards, 0.0)
+    values = torch.where(mask, values, 0.0)
+    next_value = torch.zeros_like(values[:, 0])  # (B,)
+    next_advantage = torch.zeros_like(next_value)
+    advantages = []
+    for t in reversed(range(values.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]  # (B,)
+        next_advantage = delta + gamma * gae_lambda * next_advantage
+        next_value = values[:, t]
+        advantages.append(next_advantage)
+    advantages = torch.where(mask, torch.stack(advantages[::-1], 1), 0.0)
+    return advantages, advantages + values
+
+
+def whiten(x, mask):
+    """Shift and scale x (B, T) to mean 0 and variance 1 (ddof 1) over the mask on all ranks; 0 elsewhere."""
+    mask = mask.bool()
+    x = torch.where(mask, x, 0.0)
+    total, count = all_reduce([x.double().sum().item(), mask.sum().item()])
+    centred = torch.where(mask, x - total / max(1, count), 0.0)
+    variance = all_reduce(centred.double().square().sum().item()) / max(1, count - 1)
+    return centred / math.sqrt(variance + 1e-8)
+
+
+def explained_variance(returns, values, mask):
+    """Return 1 - Var(returns - values) / Var(returns) over the mask on all ranks; a constant has 0."""
+    mask = mask.bool()
+    _, unexplained = mean_and_variance((returns - values)[mask])
+    _, variance = mean_and_variance(returns[mask])
+    return 1 - unexplained / max(variance, 1e-12)
+
+
+def mean_and_variance(x):
+    """Return mean and variance (ddof 1) of the numbers of all ranks."""
+    total, count = all_reduce([x.double().sum().item(), x.numel()])
+    mean = total / count
+    return mean, all_reduce((x.double() - mean).square().sum()) / max(1, count - 1)
+
+
+def policy_loss(
+    logprobs,
+    old_logprobs,
+    advantages,
+    completion_mask,
+    clip_eps,
+    sampler_logprobs=None,
+    sampler_weight_cap=2.0,
+):
+    """The negative of eq. 7 of Schulman et al., summed over tokens; the caller divides by their number.
+
+    All (B, T). Returned metrics are sums over tokens.
+    """
+    mask = completion_mask.bool()
+    metrics = {}
+
+    # Mask before exp: an inf or nan in the padding would reach the gradient.
+    log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
+    ratio = log_ratio.exp()  # (B, T)
+    clipped_ratio = ratio.clamp(1 - clip_eps, 1 + clip_eps)
+    metrics["policy/approx_kl"] = (ratio - log_ratio - 1).sum().detach()
+    metrics["policy/clip_fraction_low"] = (mask & (ratio < 1 - clip_eps) & (advantages < 0)).sum()
+    metrics["policy/clip_fraction_high"] = (mask & (ratio > 1 + clip_eps) & (advantages > 0)).sum()
+
+    # The sampler rounds differently from π_old, so tokens are weighted by π_old / π_sampler, capped (Yao et al. 2025).
+    weight = 1.0
+    if sampler_logprobs is not None:
+        log_weight = torch.where(mask, old_logprobs - sampler_logprobs, 0.0)
+        weight = log_weight.exp().clamp(max=sampler_weight_cap)  # (B, T)
+        metrics["policy/sampler_kl"] = (log_weight.expm1() - log_weight).sum()
+
+    token_loss = -weight * torch.min(ratio * advantages, clipped_ratio * advantages)  # (B, T)
+    loss = torch.where(mask, token_loss, 0.0).sum()
+    metrics["loss/policy"] = loss.detach()
+    return loss, metrics
+
+
+def value_loss(values, old_values, returns, completion_mask, value_clip_eps):
+    """Half the squared error, or that of the value clipped around the old one if it is larger, summed over tokens.
+
+    All (B, T); the caller divides by the number of tokens. Returned metrics are sums over tokens.
+    """
+    mask = completion_mask.bool()
+    error = torch.where(mask, values - returns, 0.0)
+    clipped_values = torch.maximum(torch.minimum(values, old_values + value_clip_eps), old_values - value_clip_eps)
+    clipped_error = torch.where(mask, clipped_values - returns, 0.0)
+    loss = 0.5 * torch.maximum(error.square(), clipped_error.square()).sum()
+    metrics = {
+        "loss/value": loss.detach(),
+        "value/clip_fraction": (mask & (clipped_error.square() > error.square())).sum(),
+    }
+    return loss, metrics
+
+
+def accumulate_ptx(policy, batch, args):
+    """Accumulate ptx_coef times the gradient of the mean loss per token of all ranks' texts; return that loss."""
+    rows = torch.arange(len(batch["lengths"]), device=batch["lengths"].device)
+    num_tokens = all_reduce(batch["completion_mask"].sum())
+    total = 0.0
+    for part in microbatches(batch, rows, args.microbatch_tokens):
+        logprobs, _ = policy.actor(part, 1.0)
+        loss = -logprobs.sum()
+        (loss * (args.ptx_coef / num_tokens)).backward()
+        total += loss.detach()
+    return all_reduce(total) / num_tokens
+
+
+def accumulate_gradients(policy, batch, rows, divisor, on_policy, args):
+    """Accumulate the gradients of both losses / divisor over these rows; return the sums of their metrics."""
+    totals = Counter()
+    for part in microbatches(batch, rows, args.microbatch_tokens):
+        logprobs, entropies, values = policy(part, args.temperature)
+        if on_policy:
+            part["old_logprobs"] = logprobs.detach()
+        loss, metrics = policy_loss(
+            logprobs,
+            part["old_logprobs"],
+            part["advantages"],
+            part["completion_mask"],
+            args.clip_eps,
+            part["sampler_logprobs"],
+            args.sampler_weight_cap,
+        )
+        error, value_metrics = value_loss(
+            values, part["old_values"], part["returns"], part["completion_mask"], args.value_clip_eps
+        )
+        ((loss + error) / divisor).backward()  # no coefficient, because the two models share no parameters
+        totals.update(metrics)
+        totals.update(value_metrics)
+        totals["policy/entropy"] += entropies.sum().detach()
+        totals["num_tokens"] += part["completion_mask"].sum()
+        if "ref_logprobs" in part:  # only to be watched: the penalty is in the rewards
+            ref_log_ratio = torch.where(part["completion_mask"].bool(), part["ref_logprobs"] - logprobs, 0.0)
+            totals["policy/ref_kl"] += (ref_log_ratio.exp() - ref_log_ratio - 1).sum().detach()
+    return totals
+
+
+def main(args):
+    rank, world_size, device = init_ranks()
+    check_args(args, world_size)
+    if args.gamma > 1 or args.gae_lambda > 1:
+        raise SystemExit("--gamma and --gae-lambda must be at most 1")
+    if args.ptx_coef and not args.ptx_dataset:
+        raise SystemExit("--ptx-coef needs texts: name them by --ptx-dataset")
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    has_reward_model = args.reward_model != "none"
+    scorer = args.reward_model if has_reward_model else args.model
+    scorer_tokenizer = AutoTokenizer.from_pretrained(scorer)
+    if not tokenizer.get_vocab().items() <= scorer_tokenizer.get_vocab().items():
+        raise SystemExit(f"--reward-model {scorer}: its tokenizer is not that of {args.model}")
+    train_prompts, eval_prompts = load_prompts(args, tokenizer)
+    ptx_rows = load_texts(args, tokenizer) if args.ptx_coef else []
+    model = load_model(args.model, tokenizer, args.lora_rank)
+    check_model(model, train_prompts[0]["prompt_ids"], args)
+    # The value model starts as the reward model or, without one, as the policy with a new head.
+    torch.manual_seed(args.seed)
+    value_model = load_reward_model(scorer, scorer_tokenizer, args.lora_rank, new_head=not has_reward_model)
+    policy = ActorCritic(model, value_model)
+    shard(policy.actor, args, device)
+    shard(policy.critic, args, device)
+    policy.to(device)
+    ref = None
+    if args.kl_coef and args.lora_rank:
+        ref = partial(policy.actor, adapters=False)
+    elif args.kl_coef:
+        initial = load_model(args.model, tokenizer).requires_grad_(False)
+        ref = shard(LogprobModel(initial), args, device)
+    reward_model = None
+    if has_reward_model:
+        frozen = load_reward_model(scorer, scorer_tokenizer, new_head=False).requires_grad_(False)
+        reward_model = shard(ScoreModel(frozen), args, device)
+    trained = (policy.actor, policy.critic)
+    settings = {"betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.0, "fused": True}
+    optimizers = [torch.optim.AdamW(part.parameters(), **settings) for part in trained]
+    last_step = open_run(args, policy, optimizers)
+    if reward_model is not None and last_step == 0:
+        measure_scores(policy, reward_model, tokenizer, train_prompts, args)
+    stops, handlers = catch_signals()
+    minibatches_per_epoch = args.prompts_per_step // args.minibatch_size
+    if last_step == 0 and eval_prompts:
+        log_step(args, 0, evaluate(policy, reward_model, tokenizer, eval_prompts, args, 0))
+
+    progress = tqdm(range(last_step + 1, args.num_steps + 1), disable=rank > 0)
+    for step in progress:
+        torch.manual_seed(((args.seed * 1_000_003 + step) * 1_000_003 + rank) % 2**63)
+        step_start = time.perf_counter()
+
+        # rollout: sample a completion of each prompt
+        start = (step - 1) * args.prompts_per_step
+        prompts = pick_rows(train_prompts, start, args.prompts_per_step, args.seed)[rank::world_size]
+        batch, texts = sample_completions(policy.actor, tokenizer, prompts, args.temperature, args)
+        batch["rewards"] = score_rollout(texts, prompts, args, device)
+        mask = batch["completion_mask"]
+        rollout_end = time.perf_counter()
+
+        # scores, values and log-probabilities before the update; then rewards and advantages
+        minibatches = []
+        for _ in range(args.update_epochs):
+            minibatches += torch.randperm(len(texts), device=device).tensor_split(minibatches_per_epoch)
+        first_epoch = minibatches[:minibatches_per_epoch]  # every completion once
+        batch["scores"] = score_batch(reward_model, batch, policy, args)
+        batch["old_logprobs"], batch["old_values"] = lookup_logprobs(policy, batch, first_epoch, args)
+        if ref is not None:
+            batch["ref_logprobs"], _ = lookup_logprobs(ref, batch, first_epoch, args)
+        ref_logprobs = batch.get("ref_logprobs")
+        rewards = token_rewards(batch["scores"], batch["old_logprobs"], ref_logprobs, mask, args.kl_coef)
+        advantages, returns = compute_advantages(rewards, batch["old_values"], mask, args.gamma, args.gae_lambda)
+        batch["advantages"] = whiten(advantages, mask)
+        batch["returns"] = returns
+
+        # update: one optimizer step per minibatch
+        totals, divisors, grad_norms, value_grad_norms, ptx_losses = Counter(), [], [], [], []
+        for update, rows in enumerate(minibatches):
+            divisors.append(all_reduce(mask[rows].sum()))  # a mean over tokens
+            totals.update(accumulate_gradients(policy, batch, rows, divisors[-1], update == 0, args))
+            optimizer_step = (step - 1) * len(minibatches) + update + 1
+            if ptx_rows:  # as many texts as completions
+                first = (optimizer_step - 1) * args.minibatch_size
+                picked = pick_rows(ptx_rows, first, args.minibatch_size, args.seed)[rank::world_size]
+                ptx_losses.append(accumulate_ptx(policy, collate(picked, device), args))
+            warmup = min(1.0, optimizer_step / max(1, args.warmup_steps))
+            learning_rate = args.learning_rate * warmup
+            value_learning_rate = args.value_learning_rate * warmup
+            grad_norms.append(step_optimizer(policy.actor, optimizers[0], learning_rate, args.max_grad_norm))
+            value_grad_norms.append(
+                step_optimizer(policy.critic, optimizers[1], value_learning_rate, args.max_grad_norm)
+            )
+
+        # metrics, evaluation, logs, saving
+        metrics = step_metrics(totals, sum(divisors), batch)
+        if ptx_rows:
+            metrics["loss/ptx"] = sum(ptx_losses) / len(ptx_losses)
+        metrics["value/explained_variance"] = explained_variance(returns, batch["old_values"], mask)
+        metrics["optim/grad_norm"] = sum(grad_norms) / len(grad_norms)
+        metrics["optim/learning_rate"] = learning_rate
+        metrics["optim/value_grad_norm"] = sum(value_grad_norms) / len(value_grad_norms)
+        metrics["optim/value_learning_rate"] = value_learning_rate
+        metrics["perf/rollout_seconds"] = rollout_end - step_start
+        metrics["perf/step_seconds"] = time.perf_counter() - step_start
+        stopping = all_reduce(len(stops)) > 0
+        if eval_prompts and not stopping and (step % args.eval_every == 0 or step == args.num_steps):
+            metrics |= evaluate(policy, reward_model, tokenizer, eval_prompts, args, step)
+        log_step(args, step, metrics)
+        scores = batch["scores"][:1].tolist()
+        append_line(
+            args,
+            "samples.jsonl",
+            {"step": step, "prompt": prompts[0]["prompt"], "completions": texts[:1], "scores": scores},
+        )
+        progress.set_postfix(score=metrics["score/mean"])
+        if stopping or step % args.save_every == 0 or step == args.num_steps:
+            save(args.run_dir, policy, optimizers, tokenizer, step)
+        if stopping:
+            break
+
+    end_run(args, stops, handlers)
+
+
+# ---- below: functions that are byte-identical in all scripts that have them, in the order in which main calls them
+
+EVAL_SAMPLES = 4  # completions per held-out prompt, for pass@1 and pass@4
+NORM_SAMPLES = 512  # completions of the initial model on which scores are normalised
+LORA_ALPHA = 32  # an adapter's output is multiplied by alpha / rank
+
+# A progress bar within a step, which appears after five seconds.
+inner_bar = partial(tqdm, leave=False, delay=5, disable=os.environ.get("RANK", "0") != "0")
+
+
+def parse_args():
+    """Read the flags; defaults are the settings of the run to resume, or those in the model's config.json."""
+    args = tyro.cli(Args)  # for --model and --resume
+    if args.resume:
+        settings = json.loads(Path(args.resume, "args.json").read_text())
+    else:
+        config, _ = PreTrainedConfig.get_config_dict(args.model)
+        named = config.get("task_defaults", {})
+        named |= named.get(Path(__file__).stem, {})  # those of this script
+        settings = {name: named[name] for name in vars(args) if not isinstance(named.get(name, {}), dict)}
+        if settings and os.environ.get("RANK", "0") == "0":
+            print(f"defaults of {args.model}: {settings}")
+    return tyro.cli(Args, default=Args(**settings))
+
+
+def init_ranks():
+    """Join the process group of torchrun, or make a group of one; return rank, world size and device."""
+    device, backend = torch.device("cpu"), "gloo"
+    if torch.cuda.is_available():
+        device, backend = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(device)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timedelta(hours=2))
+    elif not dist.is_initialized():
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return dist.get_rank(), dist.get_world_size(), device
+
+
+def check_args(args, world_size):
+    """Exit on settings that would silently train something else."""
+    if args.prompts_per_step % args.minibatch_size:
+        raise SystemExit(
+            f"--minibatch-size {args.minibatch_size} does not divide the {args.prompts_per_step} completions"
+        )
+    if args.minibatch_size % world_size:
+        raise SystemExit(f"--minibatch-size must be a multiple of the {world_size} ranks")
+    if args.precision == "auto":
+        args.precision = find_precision()
+
+
+def find_precision():
+    """Choose bfloat16 where the GPU or the CPU multiplies it natively, otherwise float32."""
+    if torch.cuda.is_available():
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        native = torch.cpu.get_capabilities().get("avx512_bf16", False)
+    if native:
+        return "bfloat16"
+    return "float32"
+
+
+def load_prompts(args, tokenizer):
+    """Load training and held-out prompts, also those of preference pairs."""
+    read = partial(read_any_prompt, tokenizer=tokenizer, args=args)
+    train_prompts, eval_prompts = load_rows(args.dataset, args.eval_prompts, read)
+    if dist.get_rank() == 0:
+        print(f"the first prompt as the model reads it: {tokenizer.decode(train_prompts[0]['prompt_ids'])!r}")
+    return train_prompts, eval_prompts
+
+
+def read_any_prompt(row, tokenizer, args):
+    """Read a row with read_prompt; the prompt of a preference pair is what precedes the last turn of chosen."""
+    if "chosen" in row and not {"prompt", "question", "problem"} & set(row):
+        row = row | {"prompt": pair_prompt(row["chosen"], tokenizer.chat_template is not None)}
+    return read_prompt(row, tokenizer, args)
+
+
+def pair_prompt(chosen, has_template):
+    """Return a chat, or a text in the form of Anthropic's HH, without its last turn."""
+    if isinstance(chosen, list):
+        return chosen[:-1]
+    prompt, mark, _ = chosen.rpartition("\n\nAssistant:")
+    if not has_template:
+        return prompt + mark
+    return parse_dialogue(prompt)
+
+
+def parse_dialogue(text):
+    """Turn a dialogue in the form of Anthropic's HH into messages."""
+    parts = re.split(r"\n\n(Human|Assistant):", text)[1:]  # speaker, text, speaker, text, ...
+    roles = {"Human": "user", "Assistant": "assistant"}
+    return [{"role": roles[who], "content": said.strip()} for who, said in zip(parts[::2], parts[1::2])]
+
+
+def read_prompt(row, tokenizer, args):
+    """Add to a row its prompt (a text or messages), its answer (or None) and its prompt_ids; drop it if it is unfit."""
+    prompt = find_column(row, ("prompt", "question", "problem"))
+    answer = find_column(row, ("answer", "solution", "ground_truth"), required=False)
+    if not prompt or answer == "":
+        return []
+    prompt_ids = encode_prompt(tokenizer, as_messages(prompt, args.system_prompt))
+    if len(prompt_ids) > args.max_prompt_length:
+        return []
+    return [{**row, "prompt": prompt, "answer": answer, "prompt_ids": prompt_ids}]
+
+
+def find_column(row, names, required=True):
+    """Return the value of the first of these columns that a row has: messages as they are, all else as a text."""
+    for name in names:
+        if isinstance(row.get(name), list):
+            return row[name]
+        if name in row:
+            return str(row[name] if row[name] is not None else "")
+    if required:
+        raise ValueError(f"one of the columns {', '.join(names)} is needed, but there are {', '.join(row)}")
+    return None
+
+
+def encode_prompt(tokenizer, messages):
+    """Return the ids of messages, up to the place where the completion begins."""
+    if tokenizer.chat_template is not None:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    ids = tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]
+    if ids[-1] == tokenizer.eos_token_id:  # some tokenizers add it
+        ids.pop()
+    return ids
+
+
+def as_messages(prompt, system_prompt):
+    """Return a prompt, a text or a list of messages, as a list of messages with the system prompt."""
+    messages = prompt
+    if isinstance(prompt, str):
+        messages = [{"role": "user", "content": prompt}]
+    if system_prompt and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system_prompt}, *messages]
+    return messages
+
+
+def load_rows(name, num_held_out, read):
+    """Load training and held-out rows, and let read make each of them a list of examples, empty to drop the row."""
+    loaded = []
+    for rows in load_splits(name, num_held_out):
+        examples, num_dropped = [], 0
+        for number, row in enumerate(rows):
+            try:
+                found = read(row)
+            except Exception as error:
+                error.add_note(f"{name}: row {number} of {len(rows)}, {row}")
+                raise
+            examples += found
+            num_dropped += len(found) == 0
+        loaded.append(examples)
+        if dist.get_rank() == 0:
+            print(f"{len(examples)} examples from {len(rows)} rows; dropped as empty or too long: {num_dropped} rows")
+    return loaded
+
+
+def load_splits(name, num_held_out):
+    """Load the training rows and held-out rows, which come from the test, validation or train split."""
+    kind = Path(name).suffix[1:].lower().replace("jsonl", "json")
+    if kind in ("json", "csv", "parquet"):
+        splits = load_dataset(kind, data_files=name.replace("[", "[[]"))  # a bracket is not a pattern
+    elif Path(name).exists():
+        splits = load_dataset(name)
+    else:
+        splits = load_dataset(*name.split(":"))
+    train = splits["train"]
+    test = splits.get("test", splits.get("validation", train))
+    order = torch.randperm(len(test), generator=torch.Generator().manual_seed(0))
+    if test is train:
+        train = train.select(order[num_held_out:].sort().values)
+    return train, test.select(order[:num_held_out].sort().values)
+
+
+def load_texts(args, tokenizer):
+    """Load the texts of --ptx-dataset."""
+    rows, _ = load_rows(args.ptx_dataset, 0, partial(read_text, tokenizer=tokenizer, args=args))
+    return rows
+
+
+def read_text(row, tokenizer, args):
+    """Return [{prompt_ids, completion_ids}] of a row with a text, or a prompt and completion; drop what is too long."""
+    if "text" in row:  # the first token has nothing to be predicted from
+        ids = tokenizer(row["text"])["input_ids"][: 1 + args.max_completion_length]
+        prompt_ids, completion_ids = ids[:1], ids[1:]
+    else:
+        messages = as_messages(row["prompt"], args.system_prompt)
+        prompt_ids, completion_ids = encode_completion(tokenizer, messages, row["completion"])
+    too_long = len(prompt_ids) > args.max_prompt_length or len(completion_ids) > args.max_completion_length
+    if too_long or not completion_ids:
+        return []
+    return [{"prompt_ids": prompt_ids, "completion_ids": completion_ids}]
+
+
+def encode_completion(tokenizer, messages, text):
+    """Return the ids of messages and of the completion that follows, up to its stop token, as the model reads them."""
+    prompt_ids = encode_prompt(tokenizer, messages)
+    if tokenizer.chat_template is None:
+        return prompt_ids, [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    whole = [*messages, {"role": "assistant", "content": text}]
+    ids = tokenizer.apply_chat_template(whole, return_dict=True)["input_ids"]
+    if ids[: len(prompt_ids)] != prompt_ids:
+        raise ValueError("the chat template renders the prompt differently when a completion follows")
+    completion_ids = ids[len(prompt_ids) :]
+    stop_ids = {find_turn_end(tokenizer), tokenizer.eos_token_id}
+    for place, token in enumerate(completion_ids):
+        if token in stop_ids:
+            return prompt_ids, completion_ids[: place + 1]
+    raise ValueError("the chat template writes no stop token after a completion")
+
+
+def find_turn_end(tokenizer):
+    """Find the special token that ends the assistant's turn in the chat template, or else the end of text."""
+    if tokenizer.chat_template is None:
+        return tokenizer.eos_token_id
+    chat = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": "Answer"}]
+    tail = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("Answer")[2].strip()
+    ids = tokenizer(tail, add_special_tokens=False)["input_ids"]
+    return next((i for i in ids if i in tokenizer.added_tokens_decoder), tokenizer.eos_token_id)
+
+
+def load_model(name, tokenizer, lora_rank=0):
+    """Load a language model in float32, and put all its stop tokens into its generation config."""
+    model, info = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
+    if info["missing_keys"]:
+        raise SystemExit(f"{name} is not a complete language model: {sorted(info['missing_keys'])[0]} is missing")
+    model.get_input_embeddings().padding_idx = None  # otherwise a pad token that is in use would not be trained
+    stop_ids = {find_turn_end(tokenizer)}
+    for source in (model.generation_config, model.config.get_text_config(), tokenizer):
+        ids = source.eos_token_id
+        stop_ids.update(ids if isinstance(ids, list) else [ids])
+    # A new config, because transformers refuses to save some old ones (a temperature without do_sample).
+    model.generation_config = GenerationConfig(eos_token_id=sorted(stop_ids - {None}))
+    if lora_rank:
+        add_adapters(model, lora_rank)
+    return model
+
+
+def add_adapters(model, rank):
+    """Freeze the model and add LoRA adapters to each linear layer of its blocks (arXiv 2106.09685)."""
+    model.requires_grad_(False)
+    model.adapters = True
+    torch.manual_seed(0)  # the same adapters on every rank
+
+    def forward(layer, inputs):
+        rows = inputs.flatten(0, -2)  # (N, D)
+        adapted = rows.new_zeros(len(rows), layer.out_features)
+        if model.adapters:
+            adapted = layer.lora_b(layer.lora_a(rows)) * (LORA_ALPHA / rank)
+        # addmm adds the two products before it rounds to bfloat16. Adding a small adapter output to a layer output
+        # that is already rounded would lose it: in bfloat16 1 + 0.003 is 1.
+        output = torch.addmm(adapted, rows, layer.weight.T)
+        if layer.bias is not None:
+            output = output + layer.bias
+        return output.unflatten(0, inputs.shape[:-1])
+
+    for block in find_blocks(model):
+        for layer in list(block.modules()):
+            if type(layer) is nn.Linear:
+                layer.lora_a = nn.Linear(layer.in_features, rank, bias=False)
+                layer.lora_b = nn.Linear(rank, layer.out_features, bias=False)
+                nn.init.zeros_(layer.lora_b.weight)  # the model starts unchanged
+                layer.forward = partial(forward, layer)
+
+
+def find_blocks(model):
+    """Find the transformer blocks of a model. Call it before FSDP, which renames their class."""
+    names = model._no_split_modules or ()
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+@torch.no_grad()
+def check_model(model, prompt_ids, args):
+    """Exit if a text may exceed the context, or if sampling and training disagree about log-probabilities."""
+    longest = args.max_prompt_length + args.max_completion_length
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", longest)
+    if longest > context:
+        raise SystemExit(f"prompt and completion may have {longest} tokens, but the model's context has {context}")
+    prompts = [{"prompt_ids": prompt_ids[: 1 + i]} for i in range(8)]
+    ids, mask = pad_left(prompts, model.device)
+    half = range(0, model.config.get_text_config().vocab_size, 2)  # stop ids, so that rows end one by one
+    completion_ids, completion_mask, sampled = generate(model, ids, mask, 8, 1.0, half, 0, with_logprobs=True)
+    logprobs, _ = token_logprobs(model, ids, mask, completion_ids, completion_mask, 1.0)
+    gap = (logprobs - sampled).abs().max().item()
+    if not gap < 0.01:
+        raise SystemExit(
+            f"log-probabilities of sampling and training differ by {gap:.2g}: head_logprobs lacks something"
+        )
+
+
+def pad_left(prompts, device):
+    """Pad the ids of prompts on the left; return ids and mask (B, P)."""
+    rows = [torch.tensor(prompt["prompt_ids"]) for prompt in prompts]
+    padded = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1, padding_side="left").to(device)
+    return padded.clamp(min=0), (padded >= 0).long()
+
+
+@torch.no_grad()
+def generate(
+    model, prompt_ids, prompt_mask, max_completion_length, temperature, stop_ids, pad_id, with_logprobs=False, edit=None
+):
+    """Sample one completion per prompt, up to and including the first stop id; edit may replace sampled tokens.
+
+    prompts (B, P) left-padded -> ids and mask (B, T) right-padded, and on request log-probabilities, 0 where masked.
+    """
+    stop_ids = torch.tensor(list(stop_ids), device=prompt_ids.device)
+    completion_ids = prompt_ids.new_full((len(prompt_ids), max_completion_length), pad_id)
+    completion_mask = torch.zeros_like(completion_ids)
+    sampler_logprobs = completion_mask.float()
+    rows = torch.arange(len(prompt_ids), device=prompt_ids.device)  # completions not yet finished
+    # Copies of a prompt are read once; its cache is then repeated for each copy.
+    unique, copies = prompt_ids.masked_fill(prompt_mask == 0, -1).unique_consecutive(dim=0, return_inverse=True)
+    ids, mask, cache = unique.clamp(min=0), (unique >= 0).long(), None
+    for t in inner_bar(range(max_completion_length), "tokens"):
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        output = model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        logits, cache = output.logits[:, -1], output.past_key_values
+        if t == 0:
+            logits, mask = logits[copies], mask[copies]
+            cache.reorder_cache(copies)
+        tokens, logprobs = sample_tokens(logits, temperature)
+        ended = torch.isin(tokens, stop_ids)
+        if edit is not None:
+            tokens, logprobs, ended = edit(t, rows, tokens, logprobs, ended)
+        completion_ids[rows, t] = tokens
+        completion_mask[rows, t] = 1
+        sampler_logprobs[rows, t] = logprobs
+        going = (~ended).nonzero().squeeze(1)
+        if len(going) == 0:
+            break
+        if len(going) < len(rows):  # finished rows leave the batch
+            rows, tokens, mask = rows[going], tokens[going], mask[going]
+            cache.reorder_cache(going)
+        ids = tokens.unsqueeze(1)  # (B, 1)
+        mask = nn.functional.pad(mask, (0, 1), value=1)  # (B, P + t + 1)
+    if with_logprobs:
+        return completion_ids, completion_mask, sampler_logprobs
+    return completion_ids, completion_mask
+
+
+def sample_tokens(logits, temperature):
+    """Sample ids (B,) from softmax(logits / temperature), greedily at 0; return them and their log-probabilities."""
+    if temperature == 0:
+        return logits.argmax(-1), torch.zeros(len(logits), device=logits.device)
+    probabilities = (logits.float() / temperature).softmax(-1)  # (B, V)
+    # In float32 the sum would absorb rare tokens of a large vocabulary, and they would never be sampled.
+    cdf = probabilities.cumsum(-1, dtype=torch.float64)
+    draws = torch.rand(len(cdf), 1, dtype=cdf.dtype, device=cdf.device) * cdf[:, -1:]
+    tokens = torch.searchsorted(cdf, draws, right=True).clamp(max=cdf.shape[1] - 1)  # (B, 1)
+    return tokens.squeeze(1), probabilities.gather(1, tokens).squeeze(1).log()
+
+
+def token_logprobs(model, prompt_ids, prompt_mask, completion_ids, completion_mask, temperature):
+    """Return the log-probabilities of completion tokens, and entropies (without gradient).
+
+    prompts (B, P), completions (B, T) -> logprobs, entropies (B, T) in nats, 0 where masked.
+    """
+    completion_mask = completion_mask.bool()
+    ids = torch.cat([prompt_ids, completion_ids], 1)  # (B, P + T)
+    mask = torch.cat([prompt_mask.bool(), completion_mask], 1)
+    # Move all padding to the right, where a causal model needs neither mask nor position ids:
+    # the row  _ p0 p1 c0 c1 _  becomes  p0 p1 c0 c1 _ _
+    order = (~mask).long().argsort(dim=1, stable=True)[:, : mask.sum(1).max()]
+    hidden = model.base_model(input_ids=ids.gather(1, order), use_cache=False).last_hidden_state  # (B, W, D)
+    # Each token is predicted at the position before its own. c0 is the third token of its row, so it stands at
+    # position 2 and is predicted at position 1: its running count minus 2.
+    positions = mask.cumsum(1)[:, prompt_ids.shape[1] :] - 2  # (B, T)
+    rows = completion_mask.nonzero()[:, 0]  # (N,)
+    hidden = hidden[rows, positions[completion_mask]]  # (N, D)
+    logprobs, entropies = head_logprobs(model, hidden, completion_ids[completion_mask], temperature)  # (N,)
+    zeros = logprobs.new_zeros(completion_mask.shape)
+    return zeros.masked_scatter(completion_mask, logprobs), zeros.masked_scatter(completion_mask, entropies)
+
+
+def head_logprobs(model, hidden, targets, temperature):
+    """Return log-probabilities of targets (N,), and entropies, under softmax(head(hidden) / temperature)."""
+    head = model.get_output_embeddings()
+    config = model.config.get_text_config().to_dict()
+    scale = config.get("logit_scale") or config.get("lm_head_multiplier") or 1 / (config.get("logits_scaling") or 1)
+    cap = config.get("final_logit_softcapping")
+
+    def chunk_logprobs(hidden, targets):
+        logits = head(hidden) * scale  # (n, V)
+        if cap:
+            logits = (logits / cap).tanh() * cap
+        logprobs = (logits / temperature).log_softmax(-1)
+        entropies = -(logprobs.exp() * logprobs).detach().sum(-1)
+        return logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), entropies
+
+    # Many logits (N, V) would not fit: compute them in chunks, and again in the backward pass.
+    size = max(1, 2**25 // head.weight.shape[0])
+    if len(hidden) <= size:
+        return chunk_logprobs(hidden, targets)
+    chunks = zip(hidden.split(size), targets.split(size))
+    parts = [checkpoint(chunk_logprobs, *chunk, use_reentrant=False) for chunk in chunks]
+    return [torch.cat(values) for values in zip(*parts)]
+
+
+def load_reward_model(name, tokenizer, lora_rank=0, new_head=True):
+    """Load a reward model in float32, or a causal language model, which gets a new scalar head if that is allowed.
+
+    The tokenizer gets a padding id that ends no completion: Hugging Face looks for the last id that is not padding.
+    """
+    options = {"num_labels": 1, "dtype": torch.float32, "output_loading_info": True}
+    model, info = AutoModelForSequenceClassification.from_pretrained(name, **options)
+    missing = info["missing_keys"]
+    if missing - {"score.weight"} or (missing and not new_head):
+        raise SystemExit(f"{name} is not a complete reward model: {sorted(missing)[0]} is missing")
+    if missing:
+        nn.init.normal_(model.score.weight, std=1 / math.sqrt(model.score.in_features + 1))
+    unfit = {None, tokenizer.eos_token_id, find_turn_end(tokenizer)}
+    if tokenizer.pad_token_id in unfit:
+        spare = sorted(set(tokenizer.all_special_ids) - unfit)
+        pad_token = "<|pad|>"
+        if spare:
+            pad_token = tokenizer.convert_ids_to_tokens(spare[0])
+        tokenizer.add_special_tokens({"pad_token": pad_token})
+        if len(tokenizer) > model.get_input_embeddings().num_embeddings:
+            model.resize_token_embeddings(len(tokenizer))
+    model.get_input_embeddings().padding_idx = None  # otherwise a pad token that is in use would not be trained
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    model.config.pad_token_id = tokenizer.pad_token_id
+    if lora_rank:
+        add_adapters(model, lora_rank)
+        model.score.requires_grad_(True)
+    return model
+
+
+class ActorCritic(nn.Module):
+    """Policy and value model: trained and saved together, but sharded apart, as a rollout needs only the policy."""
+
+    def __init__(self, model, value_model):
+        super().__init__()
+        self.actor = LogprobModel(model)
+        self.critic = ValueModel(value_model)
+        # Of raw scores. The value model starts as the reward model, so its values are in the same units.
+        self.register_buffer("score_mean", torch.tensor(0.0, dtype=torch.float64))
+        self.register_buffer("score_std", torch.tensor(1.0, dtype=torch.float64))
+
+    @property
+    def model(self):
+        return self.actor.model
+
+    def forward(self, batch, temperature):
+        logprobs, entropies = self.actor(batch, temperature)
+        values = (self.critic(batch) - self.score_mean) / self.score_std
+        return logprobs, entropies, torch.where(batch["completion_mask"].bool(), values, 0.0)
+
+
+class LogprobModel(nn.Module):
+    """A module that returns log-probabilities, so that FSDP gathers the LM head for its forward pass."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        self.bad_gradients = 0  # in a row
+
+    def forward(self, batch, temperature, adapters=True):
+        self.model.adapters = adapters  # without adapters it is the initial model
+        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+        return token_logprobs(self.model, *(batch[name] for name in names), temperature)
+
+
+class ValueModel(nn.Module):
+    """A module that returns values, so that FSDP gathers the scalar head for its forward pass."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        self.bad_gradients = 0  # in a row
+
+    def forward(self, batch):
+        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+        return token_values(self.model, *(batch[name] for name in names))
+
+
+def token_values(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
+    """Return the value before every completion token: the scalar head where it is predicted, 0 where masked."""
+    completion_mask = completion_mask.bool()
+    hidden, lengths = hidden_states(model, prompt_ids, prompt_mask, completion_ids, completion_mask)
+    prompt_lengths = lengths - completion_mask.sum(1)
+    positions = prompt_lengths.unsqueeze(1) + completion_mask.cumsum(1) - 2  # (B, T)
+    rows = completion_mask.nonzero()[:, 0]  # (N,)
+    hidden = hidden[rows, positions[completion_mask]]  # (N, D)
+    values = model.score(hidden.to(model.score.weight.dtype)).squeeze(1)
+    return values.new_zeros(completion_mask.shape).masked_scatter(completion_mask, values)
+
+
+def hidden_states(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
+    """Return the last hidden states (B, W, D) of rows with all padding moved to the right, and their lengths (B,)."""
+    ids = torch.cat([prompt_ids, completion_ids], 1)  # (B, P + T)
+    mask = torch.cat([prompt_mask.bool(), completion_mask.bool()], 1)
+    lengths = mask.sum(1)
+    # With padding on the right a causal model needs neither attention mask nor position ids.
+    order = (~mask).long().argsort(dim=1, stable=True)[:, : lengths.max()]
+    return model.base_model(input_ids=ids.gather(1, order), use_cache=False).last_hidden_state, lengths
+
+
+def shard(policy, args, device):
+    """Set up bfloat16, gradient checkpointing and FSDP2, which casts and shards the weights block by block."""
+    blocks = find_blocks(policy.model)
+    dtypes = MixedPrecisionPolicy()
+    frozen = None
+    if args.precision == "bfloat16":
+        compute_in_bfloat16(blocks)
+        dtypes = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    if args.gradient_checkpointing:
+        for block in blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    if args.precision == "bfloat16" or dist.get_world_size() > 1:
+        if dist.get_world_size() == 1:
+            frozen = {weight for weight in policy.parameters() if not weight.requires_grad}  # FSDP would copy them
+        mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
+        for block in blocks:
+            fully_shard(block, mesh=mesh, mp_policy=dtypes, ignored_params=frozen)
+        fully_shard(policy, mesh=mesh, reshard_after_forward=True, ignored_params=frozen)  # all else, such as the head
+        for module in (policy, *blocks):  # gradients are summed over ranks, not averaged
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    return policy.to(device)
+
+
+def compute_in_bfloat16(blocks):
+    """Let the blocks compute in bfloat16, from float32 weights that small steps can still move."""
+    torch.set_float32_matmul_precision("high")  # TF32 for the LM head
+    torch.manual_seed(0)  # the same noise on every rank
+    for block in blocks:
+        block.forward = partial(in_bfloat16, block.forward)
+        for weight in block.parameters():
+            rounded = weight.data.bfloat16()
+            weight.data = rounded  # a frozen weight stays bfloat16
+            if weight.requires_grad:
+                # A bfloat16 is the upper half of a float32, so noise in the lower half rounds away at first. A step of
+                # 1 % of the distance to the next bfloat16 then takes 1 % of the weights there; without noise, none.
+                noise = torch.randint(-32767, 32768, weight.shape, dtype=torch.int32) * (rounded != 0)
+                weight.data = (rounded.float().view(torch.int32) + noise).view(torch.float32)
+
+
+def in_bfloat16(forward, *args, **kwargs):
+    """Call a block in bfloat16 on inputs that are float32 outside of it, and return float32."""
+    for name, value in kwargs.items():
+        if name != "attention_mask":  # its lowest number would become -inf
+            kwargs[name] = cast(value, torch.bfloat16)
+    return cast(forward(*cast(args, torch.bfloat16), **kwargs), torch.float32)
+
+
+def cast(value, dtype):
+    """Cast a floating-point tensor, or those in a tuple."""
+    if isinstance(value, tuple):
+        return tuple(cast(item, dtype) for item in value)
+    if torch.is_tensor(value) and value.is_floating_point():
+        return value.to(dtype)
+    return value
+
+
+class ScoreModel(nn.Module):
+    """A module that returns scores, so that FSDP gathers the scalar head for its forward pass."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        self.bad_gradients = 0  # in a row
+
+    def forward(self, batch):
+        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+        return sequence_scores(self.model, *(batch[name] for name in names))
+
+
+def sequence_scores(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
+    """Return the scores (B,) of completions: the scalar head at the last token of each, found by length, not by id."""
+    hidden, lengths = hidden_states(model, prompt_ids, prompt_mask, completion_ids, completion_mask)
+    last = hidden[torch.arange(len(hidden), device=hidden.device), lengths - 1]  # (B, D)
+    return model.score(last.to(model.score.weight.dtype)).squeeze(1)
+
+
+def open_run(args, policy, optimizer):
+    """Create the run's folder, or load the state of the run to resume; return the last step done."""
+    last_step = 0
+    if args.resume:
+        args.run_dir = args.resume
+        last_step = load_state(Path(args.run_dir), policy, optimizer)
+    elif not args.run_dir:
+        started = datetime.fromtimestamp(all_reduce(time.time(), dist.ReduceOp.MAX))  # the same on all ranks
+        args.run_dir = f"runs/{Path(__file__).stem}__{args.seed}__{started:%Y%m%d-%H%M%S-%f}"
+    if dist.get_rank() == 0:
+        print(f"{args.run_dir}: {args.precision} on {policy.model.device}, number of ranks: {dist.get_world_size()}")
+        settings = asdict(args) | {"resume": ""}
+        Path(args.run_dir).mkdir(parents=True, exist_ok=bool(args.resume))
+        Path(args.run_dir, "args.json").write_text(json.dumps(settings, indent=2))
+        Path(args.run_dir, "metrics.jsonl").touch()
+        if args.track:
+            wandb.init(name=args.run_dir, dir=args.run_dir, config=settings)
+    return last_step
+
+
+def load_state(run_dir, policy, optimizer):
+    """Load the newest state, remove later lines from the logs, and return the state's step."""
+    folders = sorted(run_dir.glob("state/0*"))
+    if not folders:
+        raise SystemExit(f"--resume {run_dir}: this run has not saved a state; start it again without --resume")
+    model, moments = dcp_state.get_state_dict(policy, optimizer)
+    dcp.load({"model": model}, checkpoint_id=folders[-1])
+    # Weights that never had a gradient have no moments.
+    dcp.load({"optimizer": moments}, checkpoint_id=folders[-1], planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
+    dcp_state.set_state_dict(policy, optimizer, model_state_dict=model, optim_state_dict=moments)
+    step = int(folders[-1].name)
+    if dist.get_rank() == 0:
+        for log in [*run_dir.glob("metrics.jsonl"), *run_dir.glob("*samples.jsonl")]:
+            lines = [line for line in log.read_text().splitlines(True) if line.endswith("\n")]
+            log.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
+    return step
+
+
+def all_reduce(values, op=dist.ReduceOp.SUM):
+    """Reduce a number or a list of numbers over all ranks, in float64."""
+    values = torch.as_tensor(values, dtype=torch.float64, device="cpu")
+    dist.all_reduce(values, op)
+    return values.tolist()
+
+
+def measure_scores(policy, reward_model, tokenizer, prompts, args):
+    """Set mean and deviation of scores to those of the initial model's samples."""
+    torch.manual_seed((args.seed * 1_000_003 + dist.get_rank()) % 2**63)
+    picked = pick_rows(prompts, 0, NORM_SAMPLES, args.seed)[dist.get_rank() :: dist.get_world_size()]
+    batch, _ = sample_completions(policy.actor, tokenizer, picked, args.temperature, args)
+    batch["rewards"] = torch.zeros(len(picked), device=policy.model.device)
+    mean, variance = mean_and_variance(look_up_scores(reward_model, batch, args))
+    policy.score_mean.fill_(mean)
+    policy.score_std.fill_(max(variance**0.5, 1e-6))
+
+
+def pick_rows(rows, start, count, seed):
+    """Pick rows from place start on, in endless passes over all rows, each in another order."""
+    order = []
+    for epoch in range(start // len(rows), (start + count - 1) // len(rows) + 1):
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
+        order += torch.randperm(len(rows), generator=generator).tolist()
+    first = start % len(rows)
+    return [rows[i] for i in order[first : first + count]]
+
+
+def sample_completions(policy, tokenizer, prompts, temperature, args, edit=None):
+    """Sample one completion per prompt, with equal prompts adjacent; return tensors (B, ...) and texts."""
+    stop_ids = policy.model.generation_config.eos_token_id
+    prompt_ids, prompt_mask = pad_left(prompts, policy.model.device)  # (B, P)
+    parts, size, limit = [], args.rollout_batch_size or len(prompts), args.max_completion_length
+    with gathered(policy) as model:
+        for ids, mask in zip(prompt_ids.split(size), prompt_mask.split(size)):
+            parts.append(generate(model, ids, mask, limit, temperature, stop_ids, 0, True, edit))
+    completion_ids, completion_mask, sampler_logprobs = [torch.cat(values) for values in zip(*parts)]
+    lengths = completion_mask.sum(1)  # (B,)
+    texts, truncated = [], []
+    for prompt, ids, length in zip(prompts, completion_ids.tolist(), lengths.tolist()):
+        truncated.append(ids[length - 1] not in stop_ids)
+        text = tokenizer.decode(ids[:length], skip_special_tokens=True)
+        # A <think> at the end of the prompt belongs to the completion.
+        if tokenizer.decode(prompt["prompt_ids"][-9:]).rstrip().endswith("<think>"):
+            text = "<think>" + text
+        texts.append(text)
+    batch = {
+        "prompt_ids": prompt_ids,
+        "prompt_mask": prompt_mask,
+        "completion_ids": completion_ids,
+        "completion_mask": completion_mask,
+        "sampler_logprobs": sampler_logprobs,
+        "lengths": prompt_mask.sum(1) + lengths,  # with the prompt
+        "truncated": torch.tensor(truncated, device=model.device),
+        "live": torch.ones_like(lengths, dtype=torch.bool),  # rows that need to be computed
+    }
+    return batch, texts
+
+
+@contextlib.contextmanager
+def gathered(policy):
+    """Gather all weights on every rank, so that each can sample at its own pace."""
+    shards = [module for module in policy.modules() if isinstance(module, FSDPModule)]
+    hooks = []
+    for module in shards:
+        module.unshard()
+        # FSDP's hooks would gather the weights again for every token.
+        hooks.append((module._forward_pre_hooks, module._forward_hooks))
+        module._forward_pre_hooks, module._forward_hooks = {}, {}
+    yield policy.model
+    for module, before in zip(shards, hooks):
+        module._forward_pre_hooks, module._forward_hooks = before
+        module.reshard()
+
+
+@torch.no_grad()
+def look_up_scores(reward_model, batch, args):
+    """Return the scores (B,) of a rollout's completions."""
+    scores = torch.zeros_like(batch["rewards"])
+    for part in microbatches(batch, torch.arange(len(scores), device=scores.device), args.microbatch_tokens):
+        scores[part["rows"]] = reward_model(part)[: len(part["rows"])].to(scores.dtype)
+    return scores
+
+
+def microbatches(batch, rows, max_tokens):
+    """Yield the live rows, longest first, in parts of up to max_tokens including padding, or of a single row."""
+    rows = rows[batch["live"][rows]]
+    rows = rows[batch["lengths"][rows].argsort(descending=True, stable=True)]
+    parts = []
+    while len(rows) > 0:
+        size = max(1, max_tokens // batch["lengths"][rows[0]].item())
+        parts.append(rows[:size])
+        rows = rows[size:]
+    # All ranks must make the same number of passes: ranks with fewer parts add a row whose tokens are all masked.
+    num_parts = int(all_reduce(max(1, len(parts)), dist.ReduceOp.MAX))
+    for index in inner_bar(parts, "microbatches"):
+        yield {name: values[index] for name, values in batch.items()} | {"rows": index}
+    for _ in range(num_parts - len(parts)):
+        part = {name: values[:1] for name, values in batch.items()} | {"rows": rows}
+        part["completion_mask"] = torch.zeros_like(part["completion_mask"])
+        yield part
+
+
+def catch_signals():
+    """Return a list to which Ctrl-C and SIGTERM append, and the previous handlers; a second signal stops at once."""
+    received, handlers = [], {}
+
+    def request_stop(signum, _frame):
+        received.append(signum)
+        signal.signal(signum, handlers[signum])
+        os.write(2, b"\nstopping after this step; once more to stop at once\n")
+
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        handlers[signum] = signal.signal(signum, request_stop)
+    return received, handlers
+
+
+def log_step(args, step, metrics):
+    """Log the metrics of a step, and print those of an evaluation."""
+    append_line(args, "metrics.jsonl", {"step": step} | metrics)
+    if dist.get_rank() > 0:
+        return
+    if args.track:
+        wandb.log({"step": step} | metrics)
+    found = [f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/")]
+    if found:
+        tqdm.write(f"step {step}: {', '.join(found)}")
+    recent = [line.get("reward/zero_std") for line in read_metrics(args)[-5:]]
+    if step % 5 == 0 and recent == [1.0] * 5:
+        tqdm.write(f"step {step}: no learning signal for five steps: all rewards within each group were equal")
+
+
+def append_line(args, name, row):
+    """Append a row to one of the run's jsonl files."""
+    if dist.get_rank() == 0:
+        with Path(args.run_dir, name).open("a") as file:
+            file.write(json.dumps(row, default=str) + "\n")
+
+
+def read_metrics(args):
+    """Read metrics.jsonl, one dictionary per line."""
+    return [json.loads(line) for line in Path(args.run_dir, "metrics.jsonl").read_text().splitlines()]
+
+
+def evaluate(policy, reward_model, tokenizer, prompts, args, step):
+    """Return mean score and reward of greedy completions and, where there are answers, accuracy and pass@k."""
+    torch.manual_seed(args.seed % 2**63)
+    own = prompts[dist.get_rank() :: dist.get_world_size()] or prompts[:1]  # every rank takes part
+    batch, texts = sample_completions(policy.actor, tokenizer, own, 0.0, args)
+    batch["rewards"] = score_rollout(texts, own, args, policy.model.device)
+    scores = score_batch(reward_model, batch, policy, args).tolist()
+    repeated = [prompt for prompt in own for _ in range(EVAL_SAMPLES)]
+    samples = []
+    if own[0]["answer"] is not None:
+        _, samples = sample_completions(policy.actor, tokenizer, repeated, args.temperature, args)
+    totals = Counter(num_prompts=len(own))
+    totals["eval/score"] = sum(scores)
+    totals["eval/reward"] = batch["rewards"].sum().item()
+    for i, (prompt, text, score) in enumerate(zip(own, texts, scores)):
+        answer = prompt["answer"]
+        row = {"step": step, "prompt": prompt["prompt"], "answer": answer, "completion": text, "score": score}
+        append_line(args, "eval_samples.jsonl", row)
+        if answer is not None:
+            group = samples[i * EVAL_SAMPLES : (i + 1) * EVAL_SAMPLES]
+            num_right = sum(is_right(sample, answer) for sample in group)
+            totals["eval/accuracy"] += is_right(text, answer)
+            totals["eval/pass@1"] += num_right / EVAL_SAMPLES
+            totals[f"eval/pass@{EVAL_SAMPLES}"] += num_right > 0
+    sums = dict(zip(totals, all_reduce(list(totals.values()))))
+    num_prompts = sums.pop("num_prompts")
+    return {name: total / num_prompts for name, total in sums.items()}
+
+
+def score_rollout(texts, prompts, args, device):
+    """Return the rewards (B,) of completions; 0 without answers, where a reward model scores them."""
+    if args.reward_model != "none" and prompts[0]["answer"] is None:
+        return torch.zeros(len(texts), device=device)
+    return torch.tensor(score_completions(texts, prompts), dtype=torch.float32, device=device)
+
+
+def extract_answer(text):
+    """Return the final answer in a text: its last \\boxed{}, else what follows ####, else <answer>, else None."""
+    # Leave out thoughts, also one that began in the prompt.
+    text = re.sub(r"<think>.*?(</think>|\Z)", " ", text, flags=re.DOTALL).rpartition("</think>")[2]
+    answer, start = None, text.find("\\boxed{")
+    while start >= 0:
+        end = find_closing_brace(text, start + 6)
+        if end is None:
+            return None  # cut off inside its box
+        answer = re.sub(r"^ *\\boxed\{([^{}]*)\} *$", r"\1", text[start + 7 : end])  # a box in a box
+        if text[:start].endswith(("-", "\u2212")):
+            answer = "-" + answer
+        start = text.find("\\boxed{", end)
+    if answer is None and "####" in text:
+        answer = text.rpartition("####")[2].strip().partition("\n")[0]
+    elif answer is None and "<answer>" in text.rpartition("</answer>")[0]:
+        answer = text.rpartition("</answer>")[0].rpartition("<answer>")[2]
+    return answer
+
+
+def find_closing_brace(text, start):
+    """Return the place of the brace that closes the one at start, or None."""
+    depth = 0
+    for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start, start + 2000):
+        if brace[0] == "{":
+            depth += 1
+        elif brace[0] == "}":
+            depth -= 1
+        if depth == 0:
+            return brace.start()
+    return None
+
+
+def parse_answer(text):
+    """Return a number or fraction as a Fraction, other text in a normal form, or None if nothing is left."""
+    text = text.strip().removeprefix("**").removesuffix("**").strip()
+    if len(text) > 1000:
+        return text
+    for written, meant in (("\u2212", "-"), ("\\!,", ","), ("\\$", "$"), ("\\%", "%")):
+        text = text.replace(written, meant)
+    text = text.removesuffix(".").strip()
+    while text[:1] + text[-1:] in ("{}", "$$") and not re.search("[{}$]", text[1:-1]):
+        text = text[1:-1].strip()
+    flat = re.sub(r"^([+-]? ?)\\[dt]?frac ?\{([+-]?[0-9]+)\} ?\{([+-]?[0-9]+)\}$", r"\1\2/\3", text)
+    number = r"((?:[1-9][0-9]{0,2}(?:(?:,|\\,|\{,\})[0-9]{3})+|[0-9]*)(?:\.[0-9]+)?)"
+    match = re.fullmatch(rf"(?:[$£€] ?)?([+-]?) ?(?:[$£€] ?)?{number}(?: ?/ ?([+-]?[0-9]+))?", flat)
+    if match and re.search("[0-9]", match[2]):
+        sign, digits, divisor = match[1], re.sub(r"[^0-9.]", "", match[2]), int(match[3] or 1)
+        if divisor != 0:
+            return Fraction(sign + digits) / divisor
+    text = re.sub(r"\\(?:text|textbf|mathrm|mbox) ?\{([^{}\\]*)\}", r"\1", text)
+    text = " ".join(text.split())
+    return re.sub(r" ?([^\w ]) ?", r"\1", text) or None
+
+
+@torch.no_grad()
+def lookup_logprobs(policy, batch, minibatches, args):
+    """Return log-probabilities (B, T), and values too if the policy has them, for the rows in these minibatches.
+
+    The microbatches are the same as in the update, because bfloat16 results depend on them.
+    """
+    found = [torch.zeros_like(batch["sampler_logprobs"]), torch.zeros_like(batch["sampler_logprobs"])]
+    for rows in minibatches:
+        for part in microbatches(batch, rows, args.microbatch_tokens):
+            logprobs, _, *values = policy(part, args.temperature)
+            for result, output in zip(found, [logprobs, *values]):
+                result[part["rows"]] = output[: len(part["rows"])].to(result.dtype)
+    return found
+
+
+def collate(rows, device):
+    """Return a batch of tensors: prompts padded on the left, completions padded on the right."""
+    prompt_ids, prompt_mask = pad_left(rows, device)
+    completion_ids, completion_mask = pad_right([row["completion_ids"] for row in rows], device)
+    return {
+        "prompt_ids": prompt_ids,
+        "prompt_mask": prompt_mask,
+        "completion_ids": completion_ids,
+        "completion_mask": completion_mask,
+        "lengths": prompt_mask.sum(1) + completion_mask.sum(1),
+        "live": torch.ones(len(rows), dtype=torch.bool, device=device),
+    }
+
+
+def pad_right(rows, device):
+    """Pad lists of ids on the right; return ids and mask (B, T)."""
+    rows = [torch.tensor(row) for row in rows]
+    padded = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1).to(device)
+    return padded.clamp(min=0), (padded >= 0).long()
+
+
+def step_optimizer(policy, optimizer, learning_rate, max_grad_norm):
+    """Clip the gradients and make an optimizer step, unless they are 0 or not finite; return their norm."""
+    grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), max_grad_norm)
+    if hasattr(grad_norm, "full_tensor"):  # FSDP's
+        grad_norm = grad_norm.full_tensor()
+    grad_norm = grad_norm.item()
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    policy.bad_gradients += 1
+    if math.isfinite(grad_norm):
+        policy.bad_gradients = 0
+        if grad_norm > 0:  # without a gradient AdamW would continue in its last direction
+            optimizer.step()
+    optimizer.zero_grad()
+    if policy.bad_gradients == 3:
+        raise SystemExit(f"the gradient's norm was {grad_norm} three times in a row: lower --learning-rate?")
+    return grad_norm
+
+
+def step_metrics(totals, divisor, batch):
+    """Means over all ranks: policy/* and value/* over tokens, loss/* over the divisor, all else over completions."""
+    totals["reward/mean"] = batch["rewards"].sum()
+    totals["score/mean"] = batch["scores"].sum()
+    totals["rollout/length_mean"] = batch["completion_mask"].sum()
+    totals["rollout/truncated"] = batch["truncated"].sum()
+    if "ref_logprobs" in batch:  # masked positions are 0 in both
+        totals["rollout/ref_kl_sum"] = (batch["old_logprobs"] - batch["ref_logprobs"]).sum()
+    sums = dict(zip(totals, all_reduce([float(total) for total in totals.values()])))
+    num_completions = len(batch["lengths"]) * dist.get_world_size()
+    num_tokens = sums.pop("num_tokens")
+    divisors = {"policy": num_tokens, "value": num_tokens, "loss": divisor}
+    return {name: total / divisors.get(name.partition("/")[0], num_completions) for name, total in sums.items()}
+
+
+def save(run_dir, policy, optimizer, tokenizer, step):
+    """Write checkpoint/, a Hugging Face model, and then state/STEP, which --resume loads."""
+    rank, run_dir = dist.get_rank(), Path(run_dir)
+    options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = dcp_state.get_model_state_dict(policy.model, options=options)  # only on rank 0
+    unfinished = run_dir / "state/unfinished"
+    if rank == 0:
+        merge_adapters(weights)
+        tied = policy.model.all_tied_weights_keys  # gathering made copies of them
+        weights = {name: weight.float() for name, weight in weights.items() if name not in tied}
+        policy.model.save_pretrained(run_dir / "checkpoint.new", state_dict=weights)
+        tokenizer.save_pretrained(run_dir / "checkpoint.new")
+        shutil.rmtree(run_dir / "checkpoint", ignore_errors=True)
+        Path(run_dir, "checkpoint.new").rename(run_dir / "checkpoint")
+    fresh = isinstance(optimizer, torch.optim.Optimizer) and not optimizer.state
+    model, moments = dcp_state.get_state_dict(policy, optimizer)
+    if fresh:  # get_state_dict made a step of 0 for the moments, which must not count
+        for values in optimizer.state.values():
+            values["step"].zero_()
+    dcp.save({"model": model, "optimizer": moments}, checkpoint_id=unfinished)
+    if rank == 0:
+        unfinished.rename(run_dir / f"state/{step:08d}")  # last, so that a killed save does not count
+        for older in sorted(run_dir.glob("state/0*"))[:-1]:
+            shutil.rmtree(older)
+
+
+def merge_adapters(weights):
+    """Add the adapters among these weights to the weights of their layers."""
+    for name in [name for name in weights if name.endswith("lora_a.weight")]:
+        layer = name.removesuffix("lora_a.weight")
+        a, b = weights.pop(name), weights.pop(layer + "lora_b.weight")
+        weights[layer + "weight"] = weights[layer + "weight"] + b @ a * (LORA_ALPHA / len(a))
+
+
+def end_run(args, stops, handlers):
+    """Print the first and last evaluation and how to continue; after a signal exit with its code."""
+    if dist.get_rank() == 0:
+        evaluations = [row for row in read_metrics(args) if any(name.startswith("eval/") for name in row)]
+        if len(evaluations) > 1:
+            for name in evaluations[0]:
+                if name.startswith("eval/"):
+                    print(f"{name.removeprefix('eval/')} {evaluations[0][name]:.3f} -> {evaluations[-1][name]:.3f}")
+        if Path(args.run_dir, "checkpoint").exists():
+            print(f"model: {args.run_dir}/checkpoint; to continue: --resume {args.run_dir} --num-steps N")
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
+    dist.destroy_process_group()
+    if stops:
+        raise SystemExit(128 + stops[0])
+
+
+if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # a letter that the terminal lacks must not end a run
+    main(parse_args())
