@@ -11,17 +11,16 @@ Ahmadian et al., "Back to Basics: Revisiting REINFORCE Style Optimization for Le
     Rᵢ − bᵢ   the advantage, the same for every token of a completion
     bᵢ        --baseline: 0 (none), mean R of the group (group_mean) or of its other G − 1 (leave_one_out)
 
-The mean of the others does not depend on the completion: the expected gradient stays.
-The mean of the group has the completion's own reward in it: (1 − 1/G) times the gradient.
+The mean of the others does not depend on the completion, so that it leaves the expected gradient as it is.
+The mean of the group includes the completion's own reward, which scales the gradient by (1 − 1/G).
 
 Compared with grpo.py
-- No ratio, no clipping: one optimizer step per rollout, on policy.
-- No 1/std R, no 1/|oᵢ|: log-probabilities are summed over tokens.
-- No KL term; rows of zero advantage cost no pass.
+- There is no ratio and no clipping: one optimizer step per rollout, on policy.
+- There is no 1/std R and no 1/|oᵢ|: log-probabilities are summed over tokens.
+- There is no KL term. Rows of zero advantage cost no pass.
 
 Departures from the paper
-- RLOO's reward has a KL penalty.
-- RLOO makes two optimizer steps per rollout.
+- RLOO's reward includes a KL penalty, and RLOO makes two optimizer steps per rollout.
 
     python reinforce.py
     python reinforce.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k:main --group-size 8
@@ -32,20 +31,17 @@ import json
 import math
 import os
 import re
-import shlex
 import shutil
 import signal
 import sys
 import time
-import traceback
-import zlib
 from collections import Counter
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 # Idle OpenMP threads spin, which slows a busy machine down; let them sleep. This must be set before torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -53,7 +49,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import transformers
 import tyro
 import wandb
 from datasets import load_dataset
@@ -62,85 +57,85 @@ from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
 
-
-def by_model(embedded, real):
-    """A default that depends on the model; resolve_args fills it in."""
-    return field(default=None, metadata={"embedded": embedded, "real": real})
+HERE = Path(__file__).resolve().parent
 
 
 @dataclass
 class Args:
-    """REINFORCE, with a baseline, of a language model."""
+    """REINFORCE with a baseline on a language model."""
 
-    # model and data
-    model: str | None = None
-    """folder or hub name of a causal language model (default: the embedded models/tiny)"""
-    dataset: str | None = None
-    """json, jsonl, csv or parquet file, folder, or hub name as in openai/gsm8k:main (default: data/addition)"""
-    system_prompt: str | None = by_model("", "Reason step by step, and put your final answer within \\boxed{}.")
-    """system message put before every prompt (embedded: none; real: asks for steps and a boxed answer)"""
-    max_prompt_length: int | None = by_model(32, 512)
-    """tokens; longer prompts are dropped and counted (embedded: 32; real: 512)"""
+    # model and data; the defaults suit real models, and "task_defaults" in a model's config.json replaces them
+    model: str = str(HERE / "models/tiny")
+    """folder or Hugging Face name of a causal language model"""
+    dataset: str = str(HERE / "data/addition")
+    """json, jsonl, csv or parquet file, folder, or Hugging Face name such as openai/gsm8k:main"""
+    system_prompt: str = "Reason step by step, and put your final answer within \\boxed{}."
+    """system message placed before every prompt"""
+    max_prompt_length: int = 512
+    """most tokens per prompt; longer prompts are dropped"""
 
     # rollout
-    num_steps: int | None = by_model(40, 200)
-    """rollouts (0 only evaluates); with --resume, the new total (embedded: 40; real: 200)"""
-    prompts_per_step: int | None = by_model(16, 64)
-    """prompts per rollout, over all ranks (embedded: 16; real: 64)"""
+    num_steps: int = 200
+    """training steps, each of which samples one rollout (0: evaluate only)"""
+    prompts_per_step: int = 64
+    """prompts per rollout, over all ranks"""
     group_size: int = 8
     """completions per prompt, G in the paper"""
-    max_completion_length: int | None = by_model(48, 1024)
-    """tokens, the stop token included (embedded: 48; real: 1024)"""
+    max_completion_length: int = 1024
+    """most tokens per completion, including the stop token"""
     temperature: float = 1.0
-    """of sampling, and of log-probabilities"""
+    """temperature of sampling and of all log-probabilities"""
     rollout_batch_size: int = 0
-    """most completions decoded at once per rank (0: all)"""
+    """most completions sampled at once on each rank (0: all); set it if sampling runs out of memory"""
     sampler_weight_cap: float = 2.0
-    """most that a token counts, being likelier to the policy than to its sampler"""
+    """upper limit of a token's weight, its probability under the policy over that under the sampler"""
 
     # optimization
-    learning_rate: float | None = by_model(1.5e-4, 1e-6)
-    """of AdamW; 135 M took 1e-5 (embedded: 1.5e-4; real: 1e-6)"""
-    warmup_steps: int | None = by_model(4, 6)
-    """optimizer steps over which the learning rate rises from 0 (embedded: 4; real: 6, as the paper)"""
-    microbatch_tokens: int | None = by_model(1024, 16384)
-    """most padded tokens per pass: changes speed and memory only (embedded: 1024; real: 16384)"""
+    learning_rate: float = 1e-6
+    """learning rate of AdamW; a model of 135 M parameters needed 1e-5"""
+    warmup_steps: int = 6
+    """optimizer steps over which the learning rate rises from 0 (6 in the paper)"""
+    microbatch_tokens: int = 16384
+    """most tokens per forward pass, including padding; set it lower if the update runs out of memory"""
     max_grad_norm: float = 1.0
-    """gradients are scaled down to at most this norm"""
+    """larger gradients are scaled down to this norm"""
     gradient_checkpointing: bool = False
-    """recompute activations: less memory, about a third more time"""
-    precision: str | None = None
-    """of the blocks, bfloat16 or float32 (bfloat16 on a GPU; real: and on a CPU that has it)"""
+    """recompute activations in the backward pass, which saves memory and takes about a third longer"""
+    precision: Literal["auto", "bfloat16", "float32"] = "auto"
+    """precision of the transformer blocks (auto: bfloat16 where the hardware supports it, otherwise float32)"""
     lora_rank: int = 0
-    """train adapters of this rank, at 3 to 10 times the rate (0: the model itself)"""
+    """train LoRA adapters of this rank, with 3 to 10 times the learning rate (0: train the whole model)"""
 
     # evaluation, saving, logging
-    eval_every: int | None = by_model(20, 20)
-    """steps between evaluations on held-out prompts (20)"""
-    eval_prompts: int | None = by_model(512, 256)
-    """held-out prompts per evaluation (embedded: 512; real: 256)"""
-    save_every: int | None = by_model(20, 20)
-    """steps between saves (20)"""
-    run_dir: str | None = None
-    """new folder of this run (default: runs/SCRIPT__SEED__TIME)"""
-    resume: str | None = None
-    """folder of a run to go on with, one you trust; speed, memory and schedule may be given anew"""
+    eval_every: int = 20
+    """steps between evaluations"""
+    eval_prompts: int = 256
+    """held-out prompts per evaluation"""
+    save_every: int = 20
+    """steps between saves"""
+    run_dir: str = ""
+    """new folder for logs and checkpoints (default: runs/SCRIPT__SEED__TIME)"""
+    resume: str = ""
+    """folder of a run to continue, one you trust; its settings become the defaults"""
     seed: int = 1
-    """of sampling and of the order of prompts"""
+    """seed of sampling and of the order of prompts"""
     track: bool = False
     """log to Weights & Biases as well (WANDB_MODE=offline works)"""
 
     # the algorithm
     baseline: Literal["none", "group_mean", "leave_one_out"] = "leave_one_out"
-    """what is subtracted from a reward: nothing, its group's mean, or that of the others"""
+    """what is subtracted from a reward: nothing, the mean of its group, or the mean of the others in it"""
 
 
 def is_right(completion, answer):
-    """Is the completion's final answer the answer, plain or GSM8K's after ####? Accuracy counts this."""
-    given, gold = extract_answer(completion), parse_answer(extract_answer(answer) or answer)
-    return given is not None and gold is not None and parse_answer(given) == gold
+    """Return whether the completion's final answer equals the answer, which may be a GSM8K solution ending in ####."""
+    given = extract_answer(completion)
+    if given is None:
+        return False
+    gold = parse_answer(extract_answer(answer) or answer)
+    return gold is not None and parse_answer(given) == gold
 
 
 def reward_fn(completion, answer):
@@ -149,15 +144,15 @@ def reward_fn(completion, answer):
 
 
 def score_completions(completions, rows):
-    """Return a reward for each completion; rows are the dataset's, with prompt, answer and other columns.
+    """Return one reward per completion; each row has the prompt, the answer and the dataset's other columns.
 
-    Edit this one for what needs the prompt or many completions at once: a judge, a test runner.
+    Edit this function for rewards that need the prompt or many completions at once, such as a judge or a test runner.
     """
     return [reward_fn(completion, row["answer"]) for completion, row in zip(completions, rows)]
 
 
 def compute_advantages(rewards, group_size, baseline):
-    """Rewards minus their baseline; with one, 0 where all rewards of a group are equal.
+    """Subtract the baseline from rewards; with one, exactly 0 where all rewards of a group are equal.
 
     rewards (B,), completions of one prompt adjacent -> advantages (B,).
     """
@@ -167,266 +162,736 @@ def compute_advantages(rewards, group_size, baseline):
     advantages = groups - groups.mean(1, keepdim=True)
     if baseline == "leave_one_out":  # r - (sum - r) / (G - 1)
         advantages = advantages * group_size / max(1, group_size - 1)
-    # Eight rewards of 0.1 do not have an exact mean in float32.
+    # In float32 the mean of eight rewards of 0.1 is not exactly 0.1.
     equal = (groups == groups[:, :1]).all(1, keepdim=True)
     return torch.where(equal, 0.0, advantages).view(-1)  # (B,)
 
 
 def policy_loss(logprobs, advantages, completion_mask, sampler_logprobs=None, sampler_weight_cap=2.0):
-    """What has the policy gradient, to be minimised: summed over all tokens; divide by the completions.
+    """A loss that has the negative policy gradient, summed over all tokens; the caller divides by the completions.
 
-    advantages (B,), all else (B, T). Metrics are sums: loss/* over completions, else over tokens.
+    advantages (B,), all else (B, T). Returned metrics are sums: policy/* over tokens, loss/* over completions.
     """
-    # Masked first: whatever stands there, inf and nan included, must not reach the gradient.
     mask = completion_mask.bool()
+    metrics = {}
+
+    # An inf or nan in the padding would reach the gradient.
     logprobs = torch.where(mask, logprobs, 0.0)
-    metrics, weight = {}, 1.0
-    # The sampler rounds otherwise: π_θ / π_sampler, capped, weighs its tokens (Yao et al. 2025).
+
+    # The sampler rounds differently, so tokens are weighted by π_θ / π_sampler, capped (Yao et al. 2025).
+    weight = 1.0
     if sampler_logprobs is not None:
         log_weight = torch.where(mask, logprobs.detach() - sampler_logprobs, 0.0)
         weight = log_weight.exp().clamp(max=sampler_weight_cap)  # (B, T)
         metrics["policy/sampler_kl"] = (log_weight.expm1() - log_weight).sum()
+
     loss = -(advantages * (weight * logprobs).sum(1)).sum()
-    return loss, metrics | {"loss/policy": loss.detach()}
+    metrics["loss/policy"] = loss.detach()
+    return loss, metrics
 
 
 def accumulate_gradients(policy, batch, rows, divisor, args):
-    """Add the gradients of policy_loss over these rows of all ranks, divided by divisor; return sums."""
+    """Accumulate the gradients of policy_loss / divisor over these rows; return the sums of its metrics."""
     totals = Counter()
     for part in microbatches(batch, rows, args.microbatch_tokens):
-        logprobs, entropies = policy(
-            part["prompt_ids"],
-            part["prompt_mask"],
-            part["completion_ids"],
-            part["completion_mask"],
-            args.temperature,
-        )
+        logprobs, entropies = policy(part, args.temperature)
         loss, metrics = policy_loss(
-            logprobs, part["advantages"], part["completion_mask"], part.get("sampler_logprobs"), args.sampler_weight_cap
+            logprobs,
+            part["advantages"],
+            part["completion_mask"],
+            part["sampler_logprobs"],
+            args.sampler_weight_cap,
         )
         (loss / divisor).backward()
-        metrics["policy/entropy"] = entropies.sum().detach()
-        metrics["num_tokens"] = part["completion_mask"].sum()
         totals.update(metrics)
+        totals["policy/entropy"] += entropies.sum().detach()
+        totals["num_tokens"] += part["completion_mask"].sum()
     return totals
 
 
 def main(args):
     rank, world_size, device = init_ranks()
-    args = resolve_args(args)
     check_args(args, world_size)
     if args.group_size < 2 and args.baseline != "none":
-        raise SystemExit(f"--group-size {args.group_size}: must be at least 2: one has advantage 0")
-    tokenizer = load_tokenizer(args.model)
-    train_prompts, eval_prompts, report = load_prompts(
-        args.dataset, tokenizer, args.system_prompt, args.max_prompt_length, args.eval_prompts
-    )
-    model, stop_ids = load_model(args.model, tokenizer, args.lora_rank)
-    longest = max(len(prompt["prompt_ids"]) for prompt in train_prompts + eval_prompts)
-    check_model(model, train_prompts[0]["prompt_ids"], longest + args.max_completion_length)
-    policy = shard(LogprobModel(model), device, args.precision, args.gradient_checkpointing)
+        raise SystemExit("--group-size must be at least 2: a group of one has advantage 0")
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    train_prompts, eval_prompts = load_prompts(args, tokenizer)
+    model = load_model(args.model, tokenizer, args.lora_rank)
+    check_model(model, train_prompts[0]["prompt_ids"], args)
+    policy = shard(LogprobModel(model), args, device)
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    last_step, progress = open_run(args, policy, optimizer, report)
-    stops = catch_signals()
+    last_step = open_run(args, policy, optimizer)
+    stops, handlers = catch_signals()
+    if last_step == 0 and eval_prompts:
+        log_step(args, 0, evaluate(policy, tokenizer, eval_prompts, args, 0))
 
-    for step in range(last_step + 1, args.num_steps + 1):  # step 0 only evaluates
+    progress = tqdm(range(last_step + 1, args.num_steps + 1), disable=rank > 0)
+    for step in progress:
         torch.manual_seed(((args.seed * 1_000_003 + step) * 1_000_003 + rank) % 2**63)
-        metrics, group, clock = {}, None, {"start": time.perf_counter()}
-        if step > 0:
-            # rollout: sample completions, score them, compare each with its group
-            prompts = pick_rows(train_prompts, (step - 1) * args.prompts_per_step, args.prompts_per_step, args.seed)
-            prompts = prompts[rank::world_size]
-            with gathered(policy) as sampler:
-                batch, texts = rollout(sampler, tokenizer, prompts, args.group_size, args.temperature, stop_ids, args)
-            batch["advantages"] = compute_advantages(batch["rewards"], args.group_size, args.baseline)
-            clock["rollout"] = time.perf_counter()
+        step_start = time.perf_counter()
 
-            # update: one optimizer step per rollout
-            divisor = args.prompts_per_step * args.group_size  # a mean over completions
-            rows = batch["advantages"].nonzero().squeeze(1)  # the others have no gradient, but count
-            totals = accumulate_gradients(policy, batch, rows, divisor, args)
-            learning_rate = args.learning_rate * min(1.0, step / max(1, args.warmup_steps))
-            grad_norm = step_optimizer(policy, optimizer, learning_rate, args.max_grad_norm)
-            clock["update"] = time.perf_counter()
+        # rollout: sample a group of completions per prompt, score them, and compare each with its group
+        start = (step - 1) * args.prompts_per_step
+        prompts = pick_rows(train_prompts, start, args.prompts_per_step, args.seed)[rank::world_size]
+        prompts = [prompt for prompt in prompts for _ in range(args.group_size)]  # (B,)
+        batch, texts = sample_completions(policy, tokenizer, prompts, args.temperature, args)
+        batch["rewards"] = torch.tensor(compute_rewards(texts, prompts), dtype=torch.float32, device=device)
+        batch["advantages"] = compute_advantages(batch["rewards"], args.group_size, args.baseline)
+        # Only live rows are computed. A row of zero advantage adds nothing to the gradient.
+        batch["live"] = batch["advantages"] != 0  # (B,)
+        rollout_end = time.perf_counter()
 
-            # metrics of the whole step over all ranks, and its first group
-            metrics = step_metrics(totals, divisor, batch, args.group_size, clock)
-            metrics |= {"optim/grad_norm": grad_norm, "optim/learning_rate": learning_rate}
-            metrics["optim/skipped"] = not math.isfinite(grad_norm)
-            group = {key: prompts[0][key] for key in ("prompt", "answer")} | {"completions": texts[: args.group_size]}
-            group |= {key: batch[key][: args.group_size].tolist() for key in ("rewards", "truncated")}
+        # update: one optimizer step per rollout
+        divisor = args.prompts_per_step * args.group_size  # a mean over completions
+        rows = torch.arange(len(texts), device=device)
+        totals = accumulate_gradients(policy, batch, rows, divisor, args)
+        learning_rate = args.learning_rate * min(1.0, step / max(1, args.warmup_steps))
+        grad_norm = step_optimizer(policy, optimizer, learning_rate, args.max_grad_norm)
 
-        # evaluation, logs, saving
-        if eval_prompts and (step % args.eval_every == 0 or step == args.num_steps) and not all_reduce(len(stops)):
-            with gathered(policy) as sampler:
-                metrics |= evaluate(sampler, tokenizer, eval_prompts, stop_ids, args, step, rank, world_size)
-        if rank == 0:
-            log_step(args, step, metrics, group, progress)
+        # metrics, evaluation, logs, saving
+        metrics = step_metrics(totals, divisor, batch, args.group_size)
+        metrics["optim/grad_norm"] = grad_norm
+        metrics["optim/learning_rate"] = learning_rate
+        metrics["perf/rollout_seconds"] = rollout_end - step_start
+        metrics["perf/step_seconds"] = time.perf_counter() - step_start
         stopping = all_reduce(len(stops)) > 0
-        if step > 0 and (stopping or step == args.num_steps or step % args.save_every == 0):
+        if eval_prompts and not stopping and (step % args.eval_every == 0 or step == args.num_steps):
+            metrics |= evaluate(policy, tokenizer, eval_prompts, args, step)
+        log_step(args, step, metrics)
+        log_group(args, step, prompts[0], texts, batch["rewards"], shown=step == 1 or "eval/reward" in metrics)
+        progress.set_postfix(reward=metrics["reward/mean"])
+        if stopping or step % args.save_every == 0 or step == args.num_steps:
             save(args.run_dir, policy, optimizer, tokenizer, step)
         if stopping:
             break
 
-    end_run(args, progress, stops)
+    end_run(args, stops, handlers)
 
 
-# ---- below: plumbing, byte-identical in every script that has it, in the order in which main calls it
+# ---- below: functions that are byte-identical in all scripts that have them, in the order in which main calls them
 
-MODEL, DATASET = (str(Path(__file__).resolve().parent / name) for name in ("models/tiny", "data/addition"))
 EVAL_SAMPLES = 4  # completions per held-out prompt, for pass@1 and pass@4
-LORA_ALPHA = 32  # adapters count alpha / rank times
-MAY_BE_0 = "seed num_steps rollout_batch_size warmup_steps weight_decay lora_rank eval_prompts".split()
-MAY_BE_0 += "kl_coef overlong_buffer missing_stop_penalty ptx_coef gamma gae_lambda label_smoothing".split()
-MAY_CHANGE = "resume num_steps learning_rate value_learning_rate eval_every save_every track".split()
-MAY_CHANGE += "microbatch_tokens rollout_batch_size gradient_checkpointing".split()  # on --resume
-CLEANUP = contextlib.ExitStack()
-BAR = partial(tqdm, leave=False, delay=5, mininterval=2, disable=os.environ.get("RANK", "0") > "0")
+LORA_ALPHA = 32  # an adapter's output is multiplied by alpha / rank
+
+# A progress bar within a step, which appears after five seconds.
+inner_bar = partial(tqdm, leave=False, delay=5, disable=os.environ.get("RANK", "0") != "0")
+
+
+def parse_args():
+    """Read the flags; defaults are the settings of the run to resume, or those in the model's config.json."""
+    args = tyro.cli(Args)  # for --model and --resume
+    if args.resume:
+        settings = json.loads(Path(args.resume, "args.json").read_text())
+    else:
+        config, _ = PreTrainedConfig.get_config_dict(args.model)
+        named = config.get("task_defaults", {})
+        named |= named.get(Path(__file__).stem, {})  # those of this script
+        settings = {name: named[name] for name in vars(args) if not isinstance(named.get(name, {}), dict)}
+        if settings and os.environ.get("RANK", "0") == "0":
+            print(f"defaults of {args.model}: {settings}")
+    return tyro.cli(Args, default=Args(**settings))
 
 
 def init_ranks():
-    """Join a launcher's ranks, or be a group of one; return rank, world size and device."""
+    """Join the process group of torchrun, or make a group of one; return rank, world size and device."""
     device, backend = torch.device("cpu"), "gloo"
     if torch.cuda.is_available():
         device, backend = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        dist.init_process_group(backend, timeout=timedelta(hours=2), **alone)
-        CLEANUP.push(lambda error, *_: error is None and dist.destroy_process_group())
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timedelta(hours=2))
+    elif not dist.is_initialized():
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return dist.get_rank(), dist.get_world_size(), device
 
 
-def resolve_args(args):
-    """Fill in what was not given: from the run to resume, else by the model."""
-    given = {f.name: getattr(args, f.name) for f in fields(args) if getattr(args, f.name) != f.default}
-    if args.resume is not None:
-        if fixed := [f"--{name.replace('_', '-')}" for name in given if name not in MAY_CHANGE]:
-            raise SystemExit(f"--resume {args.resume}: a run keeps its {', '.join(fixed)}")
-        with one_line(f"--resume {args.resume}: no run, of another script, or damaged"):
-            saved = json.loads(Path(args.resume, "args.json").read_text())
-            settings = {name: saved[name] for name in vars(args)}
-            return Args(**settings | given | {"run_dir": args.resume})
-    own, tiny = (Path(name, "tokenizer.json") for name in (given.get("model", MODEL), MODEL))
-    embedded = own.is_file() and tiny.is_file() and own.read_bytes() == tiny.read_bytes()  # or made of it
-    if torch.cuda.is_available():  # a T4 would only emulate bfloat16
+def check_args(args, world_size):
+    """Exit on settings that would silently train something else."""
+    completions = args.prompts_per_step * args.group_size
+    minibatch_size = getattr(args, "minibatch_size", completions)  # reinforce.py makes one update per rollout
+    if completions % minibatch_size:
+        raise SystemExit(f"--minibatch-size {minibatch_size} does not divide the {completions} completions")
+    if args.prompts_per_step % world_size or minibatch_size % world_size:
+        raise SystemExit(f"--prompts-per-step and --minibatch-size must be multiples of the {world_size} ranks")
+    if args.precision == "auto":
+        args.precision = find_precision()
+
+
+def find_precision():
+    """Choose bfloat16 where the GPU or the CPU multiplies it natively, otherwise float32."""
+    if torch.cuda.is_available():
         native = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        native = not embedded and torch.cpu.get_capabilities().get("avx512_bf16")
-    defaults = {f.name: f.metadata["embedded" if embedded else "real"] for f in fields(args) if f.metadata}
-    defaults["precision"] = "bfloat16" if native else "float32"
-    with contextlib.suppress(Exception):  # load_model reports
-        named = json.loads(own.with_name("config.json").read_text())["task_defaults"]
-        defaults |= (taken := {name: named[name] for name in {*defaults} & {*named} - {*given}})
-        if taken and dist.get_rank() == 0:
-            print(f"{own.parent}/config.json: task_defaults {taken}")
-    now = all_reduce(time.time(), dist.ReduceOp.MAX)  # on all ranks the same
-    run_dir = f"runs/{Path(__file__).stem}__{args.seed}__{datetime.fromtimestamp(now):%Y%m%d-%H%M%S-%f}"
-    return Args(**{"model": MODEL, "dataset": DATASET, "run_dir": run_dir} | defaults | given)
+        native = torch.cpu.get_capabilities().get("avx512_bf16", False)
+    if native:
+        return "bfloat16"
+    return "float32"
 
 
-@contextlib.contextmanager
-def one_line(intro, of_user=False):
-    """What fails inside ends the run with one line, of_user with its place in the code."""
-    try:
-        yield
-    except (Exception, dcp.api.CheckpointException) as error:
-        reason = " ".join(f"{type(error).__name__}: {error.__cause__ or error}".split())
-        places = [place for place in traceback.extract_tb(error.__traceback__) if "/lib/python" not in place[0]]
-        intro += f" {places[-1][0]}, line {places[-1][1]}" * of_user
-        raise SystemExit(re.sub("(.{150}).+(.{150})", r"\1 ... \2", f"{intro}: {reason}")) from None
+def load_prompts(args, tokenizer):
+    """Load training and held-out prompts."""
+    read = partial(read_prompt, tokenizer=tokenizer, args=args)
+    train_prompts, eval_prompts = load_rows(args.dataset, args.eval_prompts, read)
+    if dist.get_rank() == 0:
+        print(f"the first prompt as the model reads it: {tokenizer.decode(train_prompts[0]['prompt_ids'])!r}")
+    return train_prompts, eval_prompts
+
+
+def read_prompt(row, tokenizer, args):
+    """Add to a row its prompt (a text or messages), its answer (or None) and its prompt_ids; drop it if it is unfit."""
+    prompt = find_column(row, ("prompt", "question", "problem"))
+    answer = find_column(row, ("answer", "solution", "ground_truth"), required=False)
+    if not prompt or answer == "":
+        return []
+    prompt_ids = encode_prompt(tokenizer, as_messages(prompt, args.system_prompt))
+    if len(prompt_ids) > args.max_prompt_length:
+        return []
+    return [{**row, "prompt": prompt, "answer": answer, "prompt_ids": prompt_ids}]
+
+
+def find_column(row, names, required=True):
+    """Return the value of the first of these columns that a row has: messages as they are, all else as a text."""
+    for name in names:
+        if isinstance(row.get(name), list):
+            return row[name]
+        if name in row:
+            return str(row[name] if row[name] is not None else "")
+    if required:
+        raise ValueError(f"one of the columns {', '.join(names)} is needed, but there are {', '.join(row)}")
+    return None
+
+
+def encode_prompt(tokenizer, messages):
+    """Return the ids of messages, up to the place where the completion begins."""
+    if tokenizer.chat_template is not None:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    ids = tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]
+    if ids[-1] == tokenizer.eos_token_id:  # some tokenizers add it
+        ids.pop()
+    return ids
+
+
+def as_messages(prompt, system_prompt):
+    """Return a prompt, a text or a list of messages, as a list of messages with the system prompt."""
+    messages = prompt
+    if isinstance(prompt, str):
+        messages = [{"role": "user", "content": prompt}]
+    if system_prompt and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system_prompt}, *messages]
+    return messages
+
+
+def load_rows(name, num_held_out, read):
+    """Load training and held-out rows, and let read make each of them a list of examples, empty to drop the row."""
+    loaded = []
+    for rows in load_splits(name, num_held_out):
+        examples, num_dropped = [], 0
+        for number, row in enumerate(rows):
+            try:
+                found = read(row)
+            except Exception as error:
+                error.add_note(f"{name}: row {number} of {len(rows)}, {row}")
+                raise
+            examples += found
+            num_dropped += len(found) == 0
+        loaded.append(examples)
+        if dist.get_rank() == 0:
+            print(f"{len(examples)} examples from {len(rows)} rows; dropped as empty or too long: {num_dropped} rows")
+        if len(rows) > 0 and not examples:
+            raise SystemExit(f"{name}: all {len(rows)} rows were dropped, because they are empty or too long")
+    return loaded
+
+
+def load_splits(name, num_held_out):
+    """Load the training rows and held-out rows, which come from the test, validation or train split."""
+    kind = Path(name).suffix[1:].lower().replace("jsonl", "json")
+    if kind in ("json", "csv", "parquet"):
+        splits = load_dataset(kind, data_files=name.replace("[", "[[]"))  # a bracket is not a pattern
+    elif Path(name).exists():
+        splits = load_dataset(name)
+    else:
+        splits = load_dataset(*name.split(":"))
+    train = splits["train"]
+    test = splits.get("test", splits.get("validation", train))
+    order = torch.randperm(len(test), generator=torch.Generator().manual_seed(0))
+    if test is train:
+        train = train.select(order[num_held_out:].sort().values)
+    return train, test.select(order[:num_held_out].sort().values)
+
+
+def load_model(name, tokenizer, lora_rank=0):
+    """Load a language model in float32, and put all its stop tokens into its generation config."""
+    model, info = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
+    if info["missing_keys"]:
+        raise SystemExit(f"{name} is not a complete language model: {sorted(info['missing_keys'])[0]} is missing")
+    model.get_input_embeddings().padding_idx = None  # otherwise a pad token that is in use would not be trained
+    stop_ids = {find_turn_end(tokenizer)}
+    for source in (model.generation_config, model.config.get_text_config(), tokenizer):
+        ids = source.eos_token_id
+        stop_ids.update(ids if isinstance(ids, list) else [ids])
+    # A new config, because transformers refuses to save some old ones (a temperature without do_sample).
+    model.generation_config = GenerationConfig(eos_token_id=sorted(stop_ids - {None}))
+    if lora_rank:
+        add_adapters(model, lora_rank)
+    return model
+
+
+def find_turn_end(tokenizer):
+    """Find the special token that ends the assistant's turn in the chat template, or else the end of text."""
+    if tokenizer.chat_template is None:
+        return tokenizer.eos_token_id
+    chat = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": "Answer"}]
+    tail = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("Answer")[2].strip()
+    ids = tokenizer(tail, add_special_tokens=False)["input_ids"]
+    return next((i for i in ids if i in tokenizer.added_tokens_decoder), tokenizer.eos_token_id)
+
+
+def add_adapters(model, rank):
+    """Freeze the model and add LoRA adapters to each linear layer of its blocks (arXiv 2106.09685)."""
+    model.requires_grad_(False)
+    model.adapters = True
+    torch.manual_seed(0)  # the same adapters on every rank
+
+    def forward(layer, inputs):
+        rows = inputs.flatten(0, -2)  # (N, D)
+        adapted = rows.new_zeros(len(rows), layer.out_features)
+        if model.adapters:
+            adapted = layer.lora_b(layer.lora_a(rows)) * (LORA_ALPHA / rank)
+        # addmm adds the two products before it rounds to bfloat16. Adding a small adapter output to a layer output
+        # that is already rounded would lose it: in bfloat16 1 + 0.003 is 1.
+        output = torch.addmm(adapted, rows, layer.weight.T)
+        if layer.bias is not None:
+            output = output + layer.bias
+        return output.unflatten(0, inputs.shape[:-1])
+
+    for block in find_blocks(model):
+        for layer in list(block.modules()):
+            if type(layer) is nn.Linear:
+                layer.lora_a = nn.Linear(layer.in_features, rank, bias=False)
+                layer.lora_b = nn.Linear(rank, layer.out_features, bias=False)
+                nn.init.zeros_(layer.lora_b.weight)  # the model starts unchanged
+                layer.forward = partial(forward, layer)
+
+
+def find_blocks(model):
+    """Find the transformer blocks of a model. Call it before FSDP, which renames their class."""
+    names = model._no_split_modules or ()
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+@torch.no_grad()
+def check_model(model, prompt_ids, args):
+    """Exit if a text may exceed the context, or if sampling and training disagree about log-probabilities."""
+    longest = args.max_prompt_length + args.max_completion_length
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", longest)
+    if longest > context:
+        raise SystemExit(f"prompt and completion may have {longest} tokens, but the model's context has {context}")
+    prompts = [{"prompt_ids": prompt_ids[: 1 + i]} for i in range(8)]
+    ids, mask = pad_left(prompts, model.device)
+    half = range(0, model.config.get_text_config().vocab_size, 2)  # stop ids, so that rows end one by one
+    completion_ids, completion_mask, sampled = generate(model, ids, mask, 8, 1.0, half, 0, with_logprobs=True)
+    logprobs, _ = token_logprobs(model, ids, mask, completion_ids, completion_mask, 1.0)
+    gap = (logprobs - sampled).abs().max().item()
+    if not gap < 0.01:
+        raise SystemExit(
+            f"log-probabilities of sampling and training differ by {gap:.2g}: head_logprobs lacks something"
+        )
+
+
+def pad_left(prompts, device):
+    """Pad the ids of prompts on the left; return ids and mask (B, P)."""
+    rows = [torch.tensor(prompt["prompt_ids"]) for prompt in prompts]
+    padded = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1, padding_side="left").to(device)
+    return padded.clamp(min=0), (padded >= 0).long()
+
+
+@torch.no_grad()
+def generate(
+    model, prompt_ids, prompt_mask, max_completion_length, temperature, stop_ids, pad_id, with_logprobs=False, edit=None
+):
+    """Sample one completion per prompt, up to and including the first stop id; edit may replace sampled tokens.
+
+    prompts (B, P) left-padded -> ids and mask (B, T) right-padded, and on request log-probabilities, 0 where masked.
+    """
+    stop_ids = torch.tensor(list(stop_ids), device=prompt_ids.device)
+    completion_ids = prompt_ids.new_full((len(prompt_ids), max_completion_length), pad_id)
+    completion_mask = torch.zeros_like(completion_ids)
+    sampler_logprobs = completion_mask.float()
+    rows = torch.arange(len(prompt_ids), device=prompt_ids.device)  # completions not yet finished
+    # Copies of a prompt are read once; its cache is then repeated for each copy.
+    unique, copies = prompt_ids.masked_fill(prompt_mask == 0, -1).unique_consecutive(dim=0, return_inverse=True)
+    ids, mask, cache = unique.clamp(min=0), (unique >= 0).long(), None
+    for t in inner_bar(range(max_completion_length), "tokens"):
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        output = model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        logits, cache = output.logits[:, -1], output.past_key_values
+        if t == 0:
+            logits, mask = logits[copies], mask[copies]
+            cache.reorder_cache(copies)
+        tokens, logprobs = sample_tokens(logits, temperature)
+        ended = torch.isin(tokens, stop_ids)
+        if edit is not None:
+            tokens, logprobs, ended = edit(t, rows, tokens, logprobs, ended)
+        completion_ids[rows, t] = tokens
+        completion_mask[rows, t] = 1
+        sampler_logprobs[rows, t] = logprobs
+        going = (~ended).nonzero().squeeze(1)
+        if len(going) == 0:
+            break
+        if len(going) < len(rows):  # finished rows leave the batch
+            rows, tokens, mask = rows[going], tokens[going], mask[going]
+            cache.reorder_cache(going)
+        ids = tokens.unsqueeze(1)  # (B, 1)
+        mask = nn.functional.pad(mask, (0, 1), value=1)  # (B, P + t + 1)
+    if with_logprobs:
+        return completion_ids, completion_mask, sampler_logprobs
+    return completion_ids, completion_mask
+
+
+def sample_tokens(logits, temperature):
+    """Sample ids (B,) from softmax(logits / temperature), greedily at 0; return them and their log-probabilities."""
+    if temperature == 0:
+        return logits.argmax(-1), torch.zeros(len(logits), device=logits.device)
+    probabilities = (logits.float() / temperature).softmax(-1)  # (B, V)
+    # In float32 the sum would absorb rare tokens of a large vocabulary, and they would never be sampled.
+    cdf = probabilities.cumsum(-1, dtype=torch.float64)
+    draws = torch.rand(len(cdf), 1, dtype=cdf.dtype, device=cdf.device) * cdf[:, -1:]
+    tokens = torch.searchsorted(cdf, draws, right=True).clamp(max=cdf.shape[1] - 1)  # (B, 1)
+    return tokens.squeeze(1), probabilities.gather(1, tokens).squeeze(1).log()
+
+
+def token_logprobs(model, prompt_ids, prompt_mask, completion_ids, completion_mask, temperature):
+    """Return the log-probabilities of completion tokens, and entropies (without gradient).
+
+    prompts (B, P), completions (B, T) -> logprobs, entropies (B, T) in nats, 0 where masked.
+    """
+    completion_mask = completion_mask.bool()
+    ids = torch.cat([prompt_ids, completion_ids], 1)  # (B, P + T)
+    mask = torch.cat([prompt_mask.bool(), completion_mask], 1)
+    # Move all padding to the right, where a causal model needs neither mask nor position ids:
+    # the row  _ p0 p1 c0 c1 _  becomes  p0 p1 c0 c1 _ _
+    order = (~mask).long().argsort(dim=1, stable=True)[:, : mask.sum(1).max()]
+    hidden = model.base_model(input_ids=ids.gather(1, order), use_cache=False).last_hidden_state  # (B, W, D)
+    # Each token is predicted at the position before its own. c0 is the third token of its row, so it stands at
+    # position 2 and is predicted at position 1: its running count minus 2.
+    positions = mask.cumsum(1)[:, prompt_ids.shape[1] :] - 2  # (B, T)
+    rows = completion_mask.nonzero()[:, 0]  # (N,)
+    hidden = hidden[rows, positions[completion_mask]]  # (N, D)
+    logprobs, entropies = head_logprobs(model, hidden, completion_ids[completion_mask], temperature)  # (N,)
+    zeros = logprobs.new_zeros(completion_mask.shape)
+    return zeros.masked_scatter(completion_mask, logprobs), zeros.masked_scatter(completion_mask, entropies)
+
+
+def head_logprobs(model, hidden, targets, temperature):
+    """Return log-probabilities of targets (N,), and entropies, under softmax(head(hidden) / temperature)."""
+    head = model.get_output_embeddings()
+    config = model.config.get_text_config().to_dict()
+    scale = config.get("logit_scale") or config.get("lm_head_multiplier") or 1 / (config.get("logits_scaling") or 1)
+    cap = config.get("final_logit_softcapping")
+
+    def chunk_logprobs(hidden, targets):
+        logits = head(hidden) * scale  # (n, V)
+        if cap:
+            logits = (logits / cap).tanh() * cap
+        logprobs = (logits / temperature).log_softmax(-1)
+        entropies = -(logprobs.exp() * logprobs).detach().sum(-1)
+        return logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), entropies
+
+    # Many logits (N, V) would not fit: compute them in chunks, and again in the backward pass.
+    size = max(1, 2**25 // head.weight.shape[0])
+    if len(hidden) <= size:
+        return chunk_logprobs(hidden, targets)
+    chunks = zip(hidden.split(size), targets.split(size))
+    parts = [checkpoint(chunk_logprobs, *chunk, use_reentrant=False) for chunk in chunks]
+    return [torch.cat(values) for values in zip(*parts)]
+
+
+def shard(policy, args, device):
+    """Set up bfloat16, gradient checkpointing and FSDP2, which casts and shards the weights block by block."""
+    blocks = find_blocks(policy.model)
+    dtypes = MixedPrecisionPolicy()
+    frozen = None
+    if args.precision == "bfloat16":
+        compute_in_bfloat16(blocks)
+        dtypes = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    if args.gradient_checkpointing:
+        for block in blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    if args.precision == "bfloat16" or dist.get_world_size() > 1:
+        if dist.get_world_size() == 1:
+            frozen = {weight for weight in policy.parameters() if not weight.requires_grad}  # FSDP would copy them
+        mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
+        for block in blocks:
+            fully_shard(block, mesh=mesh, mp_policy=dtypes, ignored_params=frozen)
+        fully_shard(policy, mesh=mesh, reshard_after_forward=True, ignored_params=frozen)  # all else, such as the head
+        for module in (policy, *blocks):  # gradients are summed over ranks, not averaged
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    return policy.to(device)
+
+
+def compute_in_bfloat16(blocks):
+    """Let the blocks compute in bfloat16, from float32 weights that small steps can still move."""
+    torch.set_float32_matmul_precision("high")  # TF32 for the LM head
+    torch.manual_seed(0)  # the same noise on every rank
+    for block in blocks:
+        block.forward = partial(in_bfloat16, block.forward)
+        for weight in block.parameters():
+            rounded = weight.data.bfloat16()
+            weight.data = rounded  # a frozen weight stays bfloat16
+            if weight.requires_grad:
+                # A bfloat16 is the upper half of a float32, so noise in the lower half rounds away at first. A step of
+                # 1 % of the distance to the next bfloat16 then takes 1 % of the weights there; without noise, none.
+                noise = torch.randint(-32767, 32768, weight.shape, dtype=torch.int32) * (rounded != 0)
+                weight.data = (rounded.float().view(torch.int32) + noise).view(torch.float32)
+
+
+def in_bfloat16(forward, *args, **kwargs):
+    """Call a block in bfloat16 on inputs that are float32 outside of it, and return float32."""
+    for name, value in kwargs.items():
+        if name != "attention_mask":  # its lowest number would become -inf
+            kwargs[name] = cast(value, torch.bfloat16)
+    return cast(forward(*cast(args, torch.bfloat16), **kwargs), torch.float32)
+
+
+def cast(value, dtype):
+    """Cast a floating-point tensor, or those in a tuple."""
+    if isinstance(value, tuple):
+        return tuple(cast(item, dtype) for item in value)
+    if torch.is_tensor(value) and value.is_floating_point():
+        return value.to(dtype)
+    return value
+
+
+class LogprobModel(nn.Module):
+    """A module that returns log-probabilities, so that FSDP gathers the LM head for its forward pass."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        self.bad_gradients = 0  # in a row
+
+    def forward(self, batch, temperature, adapters=True):
+        self.model.adapters = adapters  # without adapters it is the initial model
+        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+        return token_logprobs(self.model, *(batch[name] for name in names), temperature)
+
+
+def open_run(args, policy, optimizer):
+    """Create the run's folder, or load the state of the run to resume; return the last step done."""
+    last_step = 0
+    if args.resume:
+        args.run_dir = args.resume
+        last_step = load_state(Path(args.run_dir), policy, optimizer)
+    elif not args.run_dir:
+        started = datetime.fromtimestamp(all_reduce(time.time(), dist.ReduceOp.MAX))  # the same on all ranks
+        args.run_dir = f"runs/{Path(__file__).stem}__{args.seed}__{started:%Y%m%d-%H%M%S-%f}"
+    if dist.get_rank() == 0:
+        print(f"{args.run_dir}: {args.precision} on {policy.model.device}, number of ranks: {dist.get_world_size()}")
+        settings = asdict(args) | {"resume": ""}
+        Path(args.run_dir).mkdir(parents=True, exist_ok=bool(args.resume))
+        Path(args.run_dir, "args.json").write_text(json.dumps(settings, indent=2))
+        Path(args.run_dir, "metrics.jsonl").touch()
+        if args.track:
+            wandb.init(name=args.run_dir, dir=args.run_dir, config=settings)
+    return last_step
+
+
+def load_state(run_dir, policy, optimizer):
+    """Load the newest state, remove later lines from the logs, and return the state's step."""
+    folders = sorted(run_dir.glob("state/0*"))
+    if not folders:
+        raise SystemExit(f"--resume {run_dir}: this run has not saved a state; start it again without --resume")
+    model, moments = dcp_state.get_state_dict(policy, optimizer)
+    dcp.load({"model": model}, checkpoint_id=folders[-1])
+    # Weights that never had a gradient have no moments.
+    dcp.load({"optimizer": moments}, checkpoint_id=folders[-1], planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
+    dcp_state.set_state_dict(policy, optimizer, model_state_dict=model, optim_state_dict=moments)
+    step = int(folders[-1].name)
+    if dist.get_rank() == 0:
+        for log in [*run_dir.glob("metrics.jsonl"), *run_dir.glob("*samples.jsonl")]:
+            lines = [line for line in log.read_text().splitlines(True) if line.endswith("\n")]
+            log.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
+    return step
 
 
 def all_reduce(values, op=dist.ReduceOp.SUM):
-    """A number, or a list of them, reduced over ranks in float64."""
+    """Reduce a number or a list of numbers over all ranks, in float64."""
     values = torch.as_tensor(values, dtype=torch.float64, device="cpu")
-    if dist.is_initialized():
-        dist.all_reduce(values, op)
+    dist.all_reduce(values, op)
     return values.tolist()
 
 
-def check_args(args, world_size):
-    """Exit with one line if the settings cannot work."""
-    completions = getattr(args, "prompts_per_step", 0) * getattr(args, "group_size", 1)
-    for name, value in vars(args).items():
-        flag, zero = f"--{name.replace('_', '-')} {value}", name in MAY_BE_0
-        most = 1 if name.endswith("learning_rate") else math.inf
-        kind = value is not None and re.search(r"\bint|float", str(Args.__annotations__[name]))
-        if kind and not (type(value).__name__ in ("int", kind[0]) and (1e-30 < value < most or value == 0 and zero)):
-            raise SystemExit(f"{flag}: must be {'>=' if zero else '>'} 0 and < {most}")
-        if name in ("prompts_per_step", "minibatch_size") and (completions % value or value % world_size):
-            raise SystemExit(f"{flag} does not divide the {completions or value} completions over {world_size} ranks")
-        if name == "precision" and value not in ("bfloat16", "float32"):
-            raise SystemExit(f"{flag}: must be bfloat16 or float32")
+def catch_signals():
+    """Return a list to which Ctrl-C and SIGTERM append, and the previous handlers; a second signal stops at once."""
+    received, handlers = [], {}
+
+    def request_stop(signum, _frame):
+        received.append(signum)
+        signal.signal(signum, handlers[signum])
+        os.write(2, b"\nstopping after this step; once more to stop at once\n")
+
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        handlers[signum] = signal.signal(signum, request_stop)
+    return received, handlers
 
 
-def load_tokenizer(name, flag="--model"):
-    """The tokenizer of a model."""
-    transformers.logging.set_verbosity_error()  # what matters is said in one line
-    transformers.logging.disable_progress_bar()
-    with one_line(f"{flag} {name}: no model (in a run: checkpoint/) or tokenizer here or on the hub"):
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        if len(tokenizer) < 2 or tokenizer.chat_template == "":
-            raise ValueError("its tokenizer or chat template is empty")
-        return tokenizer
+def log_step(args, step, metrics):
+    """Log the metrics of a step, and print those of an evaluation."""
+    append_line(args, "metrics.jsonl", {"step": step} | metrics)
+    if dist.get_rank() > 0:
+        return
+    if args.track:
+        wandb.log({"step": step} | metrics)
+    found = [f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/")]
+    if found:
+        tqdm.write(f"step {step}: {', '.join(found)}")
+    recent = [line.get("reward/zero_std") for line in read_metrics(args)[-5:]]
+    if step % 5 == 0 and recent == [1.0] * 5:
+        tqdm.write(f"step {step}: no learning signal for five steps: all rewards within each group were equal")
 
 
-def load_prompts(dataset, tokenizer, system_prompt, max_prompt_length, num_held_out):
-    """Training and held-out prompts, and a line about each split."""
-    limits = {"system_prompt": system_prompt, "max_prompt_length": max_prompt_length}
-    return load_rows(dataset, num_held_out, partial(read_prompt, tokenizer=tokenizer, **limits))
+def append_line(args, name, row):
+    """Append a row to one of the run's jsonl files."""
+    if dist.get_rank() == 0:
+        with Path(args.run_dir, name).open("a") as file:
+            file.write(json.dumps(row, default=str) + "\n")
 
 
-def load_rows(dataset, num_held_out, read, flag="--dataset"):
-    """Training and held-out rows as read makes them, and a line about each split."""
-    kind = re.search(r"\.(json|csv|parquet)l?$", str(dataset).lower())
-    with one_line(f"{flag} {dataset}: no json, jsonl, csv, parquet, folder or hub data, or empty or damaged"):
-        name = [str(dataset)] if Path(dataset).exists() else str(dataset).split(":")
-        splits = load_dataset(kind[1], data_files=str(dataset).replace("[", "[[]")) if kind else load_dataset(*name)
-        train, test = list(splits["train"]), splits.get("test") or splits.get("validation")
-    source = list(test or train)
-    held_out = sorted(torch.randperm(len(source), generator=torch.Generator().manual_seed(0))[:num_held_out].tolist())
-    rest = range(len(train)) if test else sorted({*range(len(train))} - {*held_out})
-    loaded, report = [], []
-    for split, rows, places in (("training", train, rest), ("held-out", source, held_out)):
-        items = []  # texts are reasons to drop a row
-        for place in places:
-            with one_line(f"{flag} {dataset}: {split} row {place + 1}, {rows[place]!r:.80}"):
-                items.append(read(rows[place]))
-        kept = [item for item in items if not isinstance(item, str)]
-        dropped = Counter(item for item in items if isinstance(item, str))
-        text = json.dumps(kept, default=lambda value: type(value).__name__)
-        names = kept[0].get("columns", "") if kept else ""
-        report.append(f"{len(kept)} {split} rows {names}({zlib.crc32(text.encode()):08x}), dropped: {dict(dropped)}")
-        if not kept and (split == "training" or num_held_out):
-            raise SystemExit(f"{flag} {dataset}: too few rows for --eval-prompts {num_held_out}: {report[-1]}")
-        loaded.append(kept)
-    return *loaded, report
+def read_metrics(args):
+    """Read metrics.jsonl, one dictionary per line."""
+    return [json.loads(line) for line in Path(args.run_dir, "metrics.jsonl").read_text().splitlines()]
 
 
-def read_prompt(row, tokenizer, system_prompt, max_prompt_length):
-    """The row with prompt, answer (or None) and prompt_ids, or why it is dropped."""
-    prompts = [name for name in ("prompt", "question", "problem") if name in row][:1]
-    answers = [name for name in ("answer", "solution", "ground_truth") if name in row][:1]
-    if not prompts:
-        raise ValueError(f"no column prompt, question or problem, but {', '.join(row)}")
-    prompt, answer = row[prompts[0]], row[answers[0]] if answers else None
-    asked = prompt[-1].get("content") if prompt and isinstance(prompt, list) else prompt or ""
-    if isinstance(answer, bool) or not isinstance(answer, str | int | float | None):
-        raise ValueError(f"an answer must be a text or a number, not {answer!r:.80}")
-    if not str(asked).strip() or (answers and (answer is None or parse_answer(str(answer)) in (None, "nan"))):
-        return "without prompt or answer"
-    if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
-        return "ends in the assistant's turn"
-    prompt_ids = encode_prompt(tokenizer, prompt, system_prompt)
-    if not 0 < len(prompt_ids) <= max_prompt_length:
-        return f"not 1 to {max_prompt_length} tokens"
-    read = {"prompt": prompt, "answer": str(answer) if answers else None, "prompt_ids": prompt_ids}
-    return {**row, **read, "columns": f"of {', '.join(prompts + answers)} "}
+def evaluate(policy, tokenizer, prompts, args, step, edit=None):
+    """Return the mean reward of greedy completions and, where there are answers, accuracy and pass@k."""
+    torch.manual_seed(args.seed % 2**63)
+    own = prompts[dist.get_rank() :: dist.get_world_size()] or prompts[:1]  # every rank takes part
+    _, texts = sample_completions(policy, tokenizer, own, 0.0, args, edit)
+    samples = []
+    if own[0]["answer"] is not None:
+        repeated = [prompt for prompt in own for _ in range(EVAL_SAMPLES)]
+        _, samples = sample_completions(policy, tokenizer, repeated, args.temperature, args, edit)
+    rewards = compute_rewards(texts, own)
+    totals = Counter(num_prompts=len(own))
+    for i, (prompt, text, reward) in enumerate(zip(own, texts, rewards)):
+        answer = prompt["answer"]
+        row = {"step": step, "prompt": prompt["prompt"], "answer": answer, "completion": text, "reward": reward}
+        append_line(args, "eval_samples.jsonl", row)
+        totals["eval/reward"] += reward
+        if answer is not None:
+            group = samples[i * EVAL_SAMPLES : (i + 1) * EVAL_SAMPLES]
+            num_right = sum(is_right(sample, answer) for sample in group)
+            totals["eval/accuracy"] += is_right(text, answer)
+            totals["eval/pass@1"] += num_right / EVAL_SAMPLES
+            totals[f"eval/pass@{EVAL_SAMPLES}"] += num_right > 0
+    sums = dict(zip(totals, all_reduce(list(totals.values()))))
+    num_prompts = sums.pop("num_prompts")
+    return {name: total / num_prompts for name, total in sums.items()}
+
+
+def sample_completions(policy, tokenizer, prompts, temperature, args, edit=None):
+    """Sample one completion per prompt, with equal prompts adjacent; return tensors (B, ...) and texts."""
+    stop_ids = policy.model.generation_config.eos_token_id
+    prompt_ids, prompt_mask = pad_left(prompts, policy.model.device)  # (B, P)
+    parts, size, limit = [], args.rollout_batch_size or len(prompts), args.max_completion_length
+    with gathered(policy) as model:
+        for ids, mask in zip(prompt_ids.split(size), prompt_mask.split(size)):
+            parts.append(generate(model, ids, mask, limit, temperature, stop_ids, 0, True, edit))
+    completion_ids, completion_mask, sampler_logprobs = [torch.cat(values) for values in zip(*parts)]
+    lengths = completion_mask.sum(1)  # (B,)
+    texts, truncated = [], []
+    for prompt, ids, length in zip(prompts, completion_ids.tolist(), lengths.tolist()):
+        truncated.append(ids[length - 1] not in stop_ids)
+        text = tokenizer.decode(ids[:length], skip_special_tokens=True)
+        # A <think> at the end of the prompt belongs to the completion.
+        if tokenizer.decode(prompt["prompt_ids"][-9:]).rstrip().endswith("<think>"):
+            text = "<think>" + text
+        texts.append(text)
+    batch = {
+        "prompt_ids": prompt_ids,
+        "prompt_mask": prompt_mask,
+        "completion_ids": completion_ids,
+        "completion_mask": completion_mask,
+        "sampler_logprobs": sampler_logprobs,
+        "lengths": prompt_mask.sum(1) + lengths,  # with the prompt
+        "truncated": torch.tensor(truncated, device=model.device),
+        "live": torch.ones_like(lengths, dtype=torch.bool),  # rows that need to be computed
+    }
+    return batch, texts
+
+
+@contextlib.contextmanager
+def gathered(policy):
+    """Gather all weights on every rank, so that each can sample at its own pace."""
+    shards = [module for module in policy.modules() if isinstance(module, FSDPModule)]
+    hooks = []
+    for module in shards:
+        module.unshard()
+        # FSDP's hooks would gather the weights again for every token.
+        hooks.append((module._forward_pre_hooks, module._forward_hooks))
+        module._forward_pre_hooks, module._forward_hooks = {}, {}
+    yield policy.model
+    for module, before in zip(shards, hooks):
+        module._forward_pre_hooks, module._forward_hooks = before
+        module.reshard()
+
+
+def compute_rewards(texts, rows):
+    """Return the rewards of score_completions as floats; exit if there is not one number per completion."""
+    rewards = list(score_completions(texts, rows))
+    if len(rewards) != len(rows):
+        raise SystemExit(f"score_completions returned {len(rewards)} rewards for {len(rows)} completions")
+    for i, reward in enumerate(rewards):
+        try:
+            rewards[i] = float(reward)
+        except Exception as error:
+            raise SystemExit(f"score_completions returned {reward!r} for the row {rows[i]}") from error
+    return rewards
+
+
+def extract_answer(text):
+    """Return the final answer in a text: its last \\boxed{}, else what follows ####, else <answer>, else None."""
+    # Leave out thoughts, also one that began in the prompt.
+    text = re.sub(r"<think>.*?(</think>|\Z)", " ", text, flags=re.DOTALL).rpartition("</think>")[2]
+    answer, start = None, text.find("\\boxed{")
+    while start >= 0:
+        end = find_closing_brace(text, start + 6)
+        if end is None:
+            return None  # cut off inside its box
+        answer = re.sub(r"^ *\\boxed\{([^{}]*)\} *$", r"\1", text[start + 7 : end])  # a box in a box
+        if text[:start].endswith(("-", "\u2212")):
+            answer = "-" + answer
+        start = text.find("\\boxed{", end)
+    if answer is None and "####" in text:
+        answer = text.rpartition("####")[2].strip().partition("\n")[0]
+    elif answer is None and "<answer>" in text.rpartition("</answer>")[0]:
+        answer = text.rpartition("</answer>")[0].rpartition("<answer>")[2]
+    return answer
+
+
+def find_closing_brace(text, start):
+    """Return the place of the brace that closes the one at start, or None."""
+    depth = 0
+    for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start, start + 2000):
+        if brace[0] == "{":
+            depth += 1
+        elif brace[0] == "}":
+            depth -= 1
+        if depth == 0:
+            return brace.start()
+    return None
 
 
 def parse_answer(text):
-    """A number or fraction as a Fraction, another text normalised, None if nothing is left."""
+    """Return a number or fraction as a Fraction, other text in a normal form, or None if nothing is left."""
     text = text.strip().removeprefix("**").removesuffix("**").strip()
     if len(text) > 1000:
         return text
@@ -438,578 +903,157 @@ def parse_answer(text):
     flat = re.sub(r"^([+-]? ?)\\[dt]?frac ?\{([+-]?[0-9]+)\} ?\{([+-]?[0-9]+)\}$", r"\1\2/\3", text)
     number = r"((?:[1-9][0-9]{0,2}(?:(?:,|\\,|\{,\})[0-9]{3})+|[0-9]*)(?:\.[0-9]+)?)"
     match = re.fullmatch(rf"(?:[$£€] ?)?([+-]?) ?(?:[$£€] ?)?{number}(?: ?/ ?([+-]?[0-9]+))?", flat)
-    if match and re.search("[0-9]", match[2]) and int(match[3] or 1):
-        return Fraction(match[1] + re.sub(r"[^0-9.]", "", match[2])) / int(match[3] or 1)
+    if match and re.search("[0-9]", match[2]):
+        sign, digits, divisor = match[1], re.sub(r"[^0-9.]", "", match[2]), int(match[3] or 1)
+        if divisor != 0:
+            return Fraction(sign + digits) / divisor
     text = re.sub(r"\\(?:text|textbf|mathrm|mbox) ?\{([^{}\\]*)\}", r"\1", text)
-    return re.sub(r" ?([^\w ]) ?", r"\1", " ".join(text.split())) or None
-
-
-def encode_prompt(tokenizer, prompt, system_prompt):
-    """Token ids of a prompt, a text or a list of messages, up to the completion."""
-    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-    if not all(isinstance(message.get(key), str) for message in messages for key in ("role", "content")):
-        raise ValueError(f"a prompt must be a text or messages of role and content, not {prompt!r:.80}")
-    if system_prompt and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": system_prompt}, *messages]
-    if tokenizer.chat_template is None:
-        ids = tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]
-        return ids[:-1] if ids[-1] == tokenizer.eos_token_id else ids  # some always add it
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-
-
-def load_model(name, tokenizer, lora_rank=0):
-    """Load a language model; return it and its stop tokens, which checkpoints will name."""
-    with one_line(f"--model {name}: cannot be loaded"):
-        model, info = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
-        heads = {key for key in info["unexpected_keys"] if key.count(".") == 1}  # a reward model's
-        if wrong := sorted(info["missing_keys"] | heads):
-            raise ValueError(f"it lacks {wrong[0]}, or a place for it: is it whole, a language model?")
-        if not (stop_ids := find_stop_ids(model, tokenizer)):
-            raise ValueError("its tokenizer names no eos_token: nothing ends a completion")
-    model.get_input_embeddings().padding_idx = None  # that token may be in use, and would get no gradient
-    # Its own may be refused when saved: a temperature without do_sample, say.
-    model.generation_config = transformers.GenerationConfig(eos_token_id=stop_ids)
-    return add_adapters(model, lora_rank) if lora_rank else model, stop_ids
-
-
-def find_stop_ids(model, tokenizer):
-    """Every id that ends a completion."""
-    sources = model.generation_config, model.config.get_text_config(), tokenizer
-    named = [find_turn_end(tokenizer), *(source.eos_token_id for source in sources)]
-    return sorted({*sum((ids if isinstance(ids, list) else [ids] for ids in named), [])} - {None})
-
-
-def find_turn_end(tokenizer):
-    """The id that ends a turn in the chat template, else the end of text."""
-    if tokenizer.chat_template is None:
-        return tokenizer.eos_token_id
-    chat = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": "Answer"}]
-    tail = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("Answer")[2].strip(" \n\t\u2581")
-    ids = tokenizer(tail, add_special_tokens=False)["input_ids"]
-    return next((i for i in ids if i in tokenizer.added_tokens_decoder), tokenizer.eos_token_id)
-
-
-def add_adapters(model, rank):
-    """Freeze the model; add two thin matrices to each linear layer of a block (arXiv 2106.09685)."""
-    model.requires_grad_(False)
-    torch.manual_seed(0)  # the same adapters on every rank
-    model.adapters, scale = True, LORA_ALPHA / rank
-    layers = [layer for block in find_blocks(model) for layer in block.modules() if type(layer) is nn.Linear]
-    if not layers:
-        raise SystemExit(f"--lora-rank {rank}: this model has no linear layers to adapt")
-
-    def forward(layer, inputs):
-        rows = inputs.flatten(0, -2)  # (N, D)
-        adapted = rows.new_zeros(len(rows), layer.out_features)
-        if model.adapters:
-            adapted = layer.lora_b(layer.lora_a(rows)) * scale
-        # One product, rounded once. Added to an output that is bfloat16 already, small changes would be lost.
-        output = torch.addmm(adapted, rows, layer.weight.T)
-        if layer.bias is not None:
-            output = output + layer.bias
-        return output.unflatten(0, inputs.shape[:-1])
-
-    for layer in layers:
-        layer.lora_a = nn.Linear(layer.in_features, rank, bias=False)
-        layer.lora_b = nn.Linear(rank, layer.out_features, bias=False)
-        nn.init.zeros_(layer.lora_b.weight)  # at first nothing changes
-        layer.forward = partial(forward, layer)
-    return model
-
-
-def find_blocks(model):
-    """The transformer blocks of a model; FSDP renames their class."""
-    return [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
-
-
-def check_model(model, prompt_ids, max_length):
-    """Exit unless generate, by cache and own logits, and token_logprobs agree."""
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or max_length
-    if max_length > context:
-        raise SystemExit(f"{max_length} tokens of prompt and completion are over the context of {context}")
-    prompts = pad_left([prompt_ids[: 1 + i // 2] for i in range(16)], 0, model.device)
-    half = range(0, model.config.get_text_config().vocab_size, 2)  # stop ids: rows end one by one
-    with one_line(f"--model {model.name_or_path}: damaged, or of another kind"), torch.no_grad():
-        *completions, sampled = generate(model, *prompts, 8, 1.0, half, 0, with_logprobs=True)
-        gap = (token_logprobs(model, *prompts, *completions, 1.0)[0] - sampled).abs().max().item()
-        if not gap < 0.01:
-            raise ValueError(f"its log-probabilities with and without cache are {gap:.2g} apart")
-
-
-def pad_left(rows, pad_id, device):
-    """Ids and mask (B, P) of lists of token ids, padded on the left."""
-    ids = [torch.tensor(row) for row in rows]  # one copy, not one a row
-    padded = partial(nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
-    return padded(ids, padding_value=pad_id).to(device), padded([torch.ones_like(row) for row in ids]).to(device)
-
-
-@torch.no_grad()
-def generate(
-    model, prompt_ids, prompt_mask, max_completion_length, temperature, stop_ids, pad_id, with_logprobs=False, edit=None
-):
-    """Sample a completion of each prompt, up to and including the first stop id; edit may write over it.
-
-    prompts (B, P) left-padded -> ids, mask (B, T) right-padded, log-probabilities if asked for, 0 where masked.
-    """
-    stop_ids = torch.tensor(list(stop_ids), device=prompt_ids.device)
-    completion_ids = prompt_ids.new_full((len(prompt_ids), max_completion_length), pad_id)
-    completion_mask = torch.zeros_like(completion_ids)
-    sampler_logprobs = completion_mask.float()
-    # A prompt is read once, its cache repeated.
-    both = torch.cat([prompt_ids, prompt_mask.long()], 1)  # (B, 2 P)
-    unique, running = torch.unique_consecutive(both, dim=0, return_inverse=True)
-    (ids, mask), cache = unique.chunk(2, 1), None
-    rows = torch.arange(len(running), device=running.device)  # those that have not ended
-    for t in BAR(range(max_completion_length), "tokens"):
-        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        inputs = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
-        output = model(input_ids=ids, **inputs, use_cache=True, logits_to_keep=1)
-        logits, cache = output.logits[:, -1], output.past_key_values
-        if t == 0:
-            logits, mask = logits[running], prompt_mask
-            cache.reorder_cache(running)
-        tokens, logprobs = sample_tokens(logits, temperature)
-        ended = torch.isin(tokens, stop_ids)
-        if edit is not None:
-            tokens, logprobs, ended = edit(rows, tokens, logprobs, ended)
-        completion_ids[rows, t], completion_mask[rows, t], sampler_logprobs[rows, t] = tokens, 1, logprobs
-        running = (~ended).nonzero().squeeze(1)
-        if len(running) == 0:
-            break
-        if len(running) < len(rows):  # finished rows leave the batch
-            rows, tokens, mask = rows[running], tokens[running], mask[running]
-            cache.reorder_cache(running)
-        ids, mask = tokens.unsqueeze(1), nn.functional.pad(mask, (0, 1), value=1)  # (B, 1), (B, P + t + 1)
-    return (completion_ids, completion_mask, sampler_logprobs)[: 3 if with_logprobs else 2]
-
-
-def sample_tokens(logits, temperature):
-    """Draw ids (B,) of exactly softmax(logits / temperature), at 0 greedily; and their log-probabilities."""
-    if temperature == 0:
-        return logits.argmax(-1), torch.zeros(len(logits), device=logits.device)
-    probabilities = (logits.float() / temperature).softmax(-1)  # (B, V)
-    # In float32 sums rare ids of a large vocabulary never come.
-    cdf = probabilities.cumsum(-1, dtype=torch.float64)
-    draws = torch.rand(len(cdf), 1, dtype=cdf.dtype, device=cdf.device) * cdf[:, -1:]
-    tokens = torch.searchsorted(cdf, draws, right=True).clamp(max=cdf.shape[1] - 1)  # (B, 1)
-    return tokens.squeeze(1), probabilities.gather(1, tokens).squeeze(1).log()
-
-
-def token_logprobs(model, prompt_ids, prompt_mask, completion_ids, completion_mask, temperature):
-    """Log-probabilities of completion tokens at the sampling temperature, and entropies, without gradient.
-
-    prompts (B, P), completions (B, T) -> logprobs, entropies (B, T) in nats, 0 where masked.
-    """
-    completion_mask = completion_mask.bool()
-    ids = torch.cat([prompt_ids, completion_ids], 1)  # (B, P + T)
-    mask = torch.cat([prompt_mask.bool(), completion_mask], 1)
-    # With padding on the right a causal model needs neither mask nor position ids.
-    order = (~mask).long().argsort(dim=1, stable=True)[:, : mask.sum(1).max()]
-    hidden = model.base_model(input_ids=ids.gather(1, order), use_cache=False).last_hidden_state  # (B, W, D)
-    rows, columns = completion_mask.nonzero(as_tuple=True)  # (N,), once: a device waits
-    # A token is predicted from the position before it.
-    hidden = hidden[rows, (mask.cumsum(1) - 2)[rows, prompt_ids.shape[1] + columns]]  # (N, D)
-    found = head_logprobs(model, hidden, completion_ids[rows, columns], temperature)  # two of (N,)
-    blank = found[0].new_zeros(completion_mask.shape)
-    return [blank.masked_scatter(completion_mask, values) for values in found]
-
-
-def head_logprobs(model, hidden, targets, temperature):
-    """Log-probabilities of targets (N,), and entropies, under softmax(head(hidden) / temperature)."""
-    head, given = model.get_output_embeddings(), vars(model.config.get_text_config()).get
-    scale = given("logit_scale") or given("lm_head_multiplier") or 1 / (given("logits_scaling") or 1)
-    cap = given("final_logit_softcapping")
-
-    def chunk_logprobs(hidden, targets):
-        logits = head(hidden)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # (n, V)
-        logits = logits if scale == 1 else logits * scale
-        logits = (logits / cap).tanh() * cap if cap else logits
-        logprobs = (logits if temperature == 1 else logits / temperature).log_softmax(-1)
-        known = logprobs.detach()  # last: not computed anew
-        return logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), -(known.exp() * known).sum(-1)
-
-    # Never N x V logits at once: chunks, computed anew backwards.
-    size = max(1, 2 ** (26 if hidden.is_cuda else 25) // head.weight.shape[0])
-    run = partial(checkpoint, chunk_logprobs, use_reentrant=False) if len(hidden) > size else chunk_logprobs
-    parts = [run(*chunk) for chunk in zip(hidden.split(size), targets.split(size))]
-    return [torch.cat(part) for part in zip(*parts)]
-
-
-def shard(policy, device, precision="float32", gradient_checkpointing=False):
-    """Shard over the ranks (FSDP2), block by block; blocks may compute in bfloat16, all else is float32."""
-    blocks = [block for model in policy.children() for block in find_blocks(model)]
-    frozen = {weight for weight in policy.parameters() if not weight.requires_grad}
-    alone, dtypes = dist.get_world_size() == 1, MixedPrecisionPolicy()
-    if not blocks and (precision == "bfloat16" or not alone):
-        raise SystemExit("this model names no blocks: --precision float32, one process")
-    if precision == "bfloat16":
-        torch.set_float32_matmul_precision("high")  # TF32 for the LM head
-        dtypes = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-        torch.manual_seed(0)  # the same noise on every rank
-        for block in blocks:
-            block.forward = partial(in_bfloat16, block.forward)
-            for weight in block.parameters():
-                weight.data = rounded = weight.data.bfloat16()  # for good, if frozen
-                if weight.requires_grad:  # noise that rounds away: small steps reach it
-                    noise = torch.randint(-32767, 32768, weight.shape, dtype=torch.int32) * (rounded != 0)
-                    weight.data = (rounded.float().view(torch.int32) + noise).view(torch.float32)
-    for block in blocks if gradient_checkpointing else ():
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    if precision == "bfloat16" or not alone:
-        mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
-        ignored = frozen if alone else None  # which FSDP would hold twice
-        for block in blocks:
-            fully_shard(block, mesh=mesh, mp_policy=dtypes, ignored_params=ignored)
-        # A root would stay gathered after its forward pass, a frozen one for ever.
-        fully_shard(policy, mesh=mesh, reshard_after_forward=True, ignored_params=ignored)
-        for module in (policy, *blocks):  # gradients are summed over ranks, not averaged
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-    return policy.to(device)
-
-
-def in_bfloat16(forward, *args, **kwargs):
-    """Call a block in bfloat16 on what is float32 outside."""
-    return cast(forward(*cast(args, torch.bfloat16), **cast(kwargs, torch.bfloat16)), torch.float32)
-
-
-def cast(value, dtype):
-    """Cast floating-point tensors in tuples and dictionaries."""
-    if isinstance(value, dict):  # a mask's lowest number would become -inf
-        return {key: item if key == "attention_mask" else cast(item, dtype) for key, item in value.items()}
-    if isinstance(value, tuple):
-        return tuple(cast(item, dtype) for item in value)
-    return value.to(dtype) if torch.is_tensor(value) and value.is_floating_point() else value
-
-
-class LogprobModel(nn.Module):
-    """The unit that is sharded: the LM head, too, is gathered for its forward pass."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, *inputs, adapters=True):
-        self.model.adapters = adapters  # without them it is what it was before training
-        return token_logprobs(self.model, *inputs)
-
-
-def open_run(args, policy, optimizer, report):
-    """Write args.json, or load a state; return the last step, or -1, and a bar."""
-    run_dir, last_step, rank, ranks = Path(args.run_dir), -1, dist.get_rank(), dist.get_world_size()
-    run = {"script": Path(__file__).stem, "entry": Path(sys.argv[0]).name, "ranks": ranks, "data": report}
-    weights = (getattr(weight, "_local_tensor", weight).detach() for weight in policy.parameters())
-    bits = sum(weight.float().view(torch.int32).sum() for weight in weights)
-    run["initial_weights"] = all_reduce(bits % 2**32) % 2**32
-    if args.resume is not None:
-        before = run | json.loads((run_dir / "args.json").read_text())["run"]
-        if changed := [f"{name} was {before[name]}, now {run[name]}" for name in run if run[name] != before[name]]:
-            raise SystemExit(f"--resume {run_dir}: {'; '.join(changed)}")
-        last_step = load_state(run_dir, policy, optimizer)
-        if last_step > args.num_steps:
-            raise SystemExit(f"--num-steps {args.num_steps}: the run has done {last_step} already")
-    if rank == 0:
-        with contextlib.suppress(OSError):  # after | head -1
-            print(*report, run_dir, sep="\n")
-        text = json.dumps(asdict(args) | {"resume": None, "run": run}, indent=2, default=str)
-        with one_line(f"--run-dir {run_dir} or --track: choose another, or --resume it"):
-            run_dir.mkdir(parents=True, exist_ok=args.resume is not None)
-            (run_dir / "args.unfinished").write_text(text)
-            (run_dir / "args.unfinished").replace(run_dir / "args.json")
-            wandb.init(name=run_dir.name, dir=run_dir, config=asdict(args), mode=None if args.track else "disabled")
-    return last_step, CLEANUP.enter_context(tqdm(total=args.num_steps, initial=max(0, last_step), disable=rank > 0))
-
-
-def load_state(run_dir, policy, optimizer):
-    """Load the newest state, cut off what was logged after it, and return its step."""
-    with one_line(f"--resume {run_dir}: there is no whole state to go on from"):
-        path = max((run_dir / "state").glob("[0-9]*"))
-        model, moments = dcp_state.get_state_dict(policy, optimizer)
-        dcp.load({"model": model}, checkpoint_id=path)
-        dcp.load({"optimizer": moments}, checkpoint_id=path, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
-        dcp_state.set_state_dict(policy, optimizer, model_state_dict=model, optim_state_dict=moments)
-    for log in [*run_dir.glob("metrics.jsonl"), *run_dir.glob("*samples.jsonl")] * (dist.get_rank() == 0):
-        with one_line(f"{log} is damaged"), log.open("r+b") as file:
-            kept = [line for line in file if line.endswith(b"\n") and json.loads(line)["step"] <= int(path.name)]
-            file.truncate(sum(map(len, kept)))
-    return int(path.name)
-
-
-def catch_signals():
-    """A list that fills when Ctrl-C or SIGTERM asks to stop; a second stops at once."""
-    received = []
-
-    def request_stop(signum, _frame):
-        received.append(signum)
-        signal.signal(signum, before[signum])
-        os.write(2, b"\nstopping after this step; once more to stop at once\n")
-
-    before = {signum: signal.signal(signum, request_stop) for signum in (signal.SIGINT, signal.SIGTERM)}
-    CLEANUP.callback(lambda: [signal.signal(*handler) for handler in before.items()])
-    return received
+    text = " ".join(text.split())
+    return re.sub(r" ?([^\w ]) ?", r"\1", text) or None
 
 
 def pick_rows(rows, start, count, seed):
-    """Return rows from a start in endless passes over all, each in its own order."""
+    """Pick rows from place start on, in endless passes over all rows, each in another order."""
     order = []
     for epoch in range(start // len(rows), (start + count - 1) // len(rows) + 1):
         generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
         order += torch.randperm(len(rows), generator=generator).tolist()
-    return [rows[i] for i in order[start % len(rows) :][:count]]
-
-
-@contextlib.contextmanager
-def gathered(policy):
-    """Inside, each rank has all weights, and samples from the model at its own pace."""
-    shards = [module for module in (policy, *policy.model.modules()) if isinstance(module, FSDPModule)]
-    hooks = [(module._forward_pre_hooks, module._forward_hooks) for module in shards]
-    for module in shards:
-        module.unshard()
-        module._forward_pre_hooks, module._forward_hooks = {}, {}  # FSDP's cost a fifth of a rollout
-    try:
-        yield policy.model
-    finally:
-        for module, before in zip(shards, hooks):
-            module._forward_pre_hooks, module._forward_hooks = before
-            module.reshard()
-
-
-def rollout(model, tokenizer, prompts, num_samples, temperature, stop_ids, args):
-    """Sample and score completions of each prompt; return tensors (B, ...), texts."""
-    batch, texts = sample_completions(model, tokenizer, prompts, num_samples, temperature, stop_ids, args)
-    with one_line(f"score_completions has to return {len(texts)} finite numbers; are there answers?", True):
-        rewards = score_completions(texts, [prompt for prompt in prompts for _ in range(num_samples)])
-        batch["rewards"] = torch.tensor([*map(float, rewards)], device=batch["lengths"].device)
-        if len(rewards) != len(texts) or not batch["rewards"].isfinite().all():
-            raise ValueError(f"{rewards!r:.200}")
-    return batch, texts
-
-
-def sample_completions(model, tokenizer, prompts, num_samples, temperature, stop_ids, args):
-    """Sample num_samples completions of each prompt, adjacent; return tensors, texts."""
-    rows = [prompt["prompt_ids"] for prompt in prompts for _ in range(num_samples)]
-    prompt_ids, prompt_mask = pad_left(rows, 0, next(model.parameters()).device)
-    size, parts = args.rollout_batch_size or len(rows), []
-    make_writer = globals().get("make_writer", lambda *_: None)  # of grpo_tools.py
-    for chunk in zip(prompt_ids.split(size), prompt_mask.split(size)):
-        edit = make_writer(len(chunk[0]), tokenizer, args)
-        parts.append(generate(model, *chunk, args.max_completion_length, temperature, stop_ids, 0, True, edit))
-    ids, mask, logprobs = (torch.cat(part) for part in zip(*parts))  # (B, T)
-    lengths = mask.sum(1)  # (B,)
-    completions = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist())]
-    truncated = torch.tensor([row[-1] not in stop_ids for row in completions], device=ids.device)
-    batch = {"prompt_ids": prompt_ids, "prompt_mask": prompt_mask, "completion_ids": ids, "completion_mask": mask}
-    batch |= {"sampler_logprobs": logprobs, "lengths": prompt_mask.sum(1) + lengths, "truncated": truncated}
-    texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
-    # A thought that the chat template has opened is the completion's.
-    opened = [tokenizer.decode(row[-9:]).rstrip().endswith("<think>") for row in rows]
-    return batch, ["<think>" * begun + text for begun, text in zip(opened, texts)]
-
-
-def extract_answer(text):
-    """The final answer in a text: its last \\boxed{}, else after ####, else <answer>."""
-    # Thoughts do not count, nor one that the prompt opened.
-    text = re.sub("<think>.*?(</think>|\\Z)", " ", text, flags=re.DOTALL).rpartition("</think>")[2]
-    braces, start, end = re.compile(r"\\.|[{}]", re.DOTALL), 0, 0
-    while (opening := text.find("\\boxed{", end)) >= 0:
-        depth = 0
-        for brace in braces.finditer(text, opening + 6, opening + 2000):
-            depth += 1 if brace[0] == "{" else -1 if brace[0] == "}" else 0
-            if depth == 0:
-                break
-        if depth != 0:
-            return None  # cut off inside its box, or no answer but an essay
-        start, end = opening, brace.end()
-    if end > 0:
-        sign = "-" if text[start - 1 : start] in ("-", "\u2212") else ""
-        return sign + re.sub(r"^ *\\boxed\{([^{}]*)\} *$", r"\1", text[start + 7 : end - 1])
-    if "####" in text:
-        return text.rpartition("####")[2].strip().partition("\n")[0]
-    opening, closing = text.rfind("<answer>"), text.rfind("</answer>")
-    return text[opening + 8 : closing] if 0 <= opening < closing else None
+    first = start % len(rows)
+    return [rows[i] for i in order[first : first + count]]
 
 
 @torch.no_grad()
-def lookup_logprobs(policy, batch, minibatches, max_tokens, temperature):
-    """Log-probabilities (B, T) of the rows of these minibatches, without gradient; 0 in the others.
+def lookup_logprobs(policy, batch, minibatches, args):
+    """Return log-probabilities (B, T) for the rows in these minibatches, and 0 for all others.
 
-    The passes are those of the update: in bfloat16 a result depends on the rows beside it.
+    The microbatches are the same as in the update, because bfloat16 results depend on them.
     """
-    logprobs = torch.zeros(batch["completion_ids"].shape, device=batch["completion_ids"].device)
+    logprobs = torch.zeros_like(batch["sampler_logprobs"])
     for rows in minibatches:
-        for part in microbatches(batch, rows, max_tokens):
-            inputs = [part[key] for key in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")]
-            result, _ = policy(*inputs, temperature)
-            logprobs = logprobs.to(result.dtype).index_copy(0, part["rows"], result[: len(part["rows"])])
-    logprobs.sum().item()  # waits for the device, whose time is of this phase
+        for part in microbatches(batch, rows, args.microbatch_tokens):
+            found, _ = policy(part, args.temperature)
+            logprobs[part["rows"]] = found[: len(part["rows"])]
     return logprobs
 
 
 def microbatches(batch, rows, max_tokens):
-    """Cut rows, longest first, into parts of a row, or of up to max_tokens with padding."""
-    parts, longest, lengths = [], 0, batch["lengths"][rows].tolist()
-    for place in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
-        if parts and (len(parts[-1]) + 1) * longest <= max_tokens:
-            parts[-1].append(place)
-        else:
-            parts.append([place])
-            longest = lengths[place]
-    # Passes are collective: ranks with fewer parts add a row with masks of 0.
-    parts += [[]] * (int(all_reduce(max(1, len(parts)), dist.ReduceOp.MAX)) - len(parts))
-    for places in BAR(parts, "passes"):
-        index = rows[places] if places else rows.new_zeros(1)
-        part = {key: value[index] for key, value in batch.items()}
-        masks = [key for key in part if key.endswith("mask") and key != "prompt_mask"]
-        yield part | {key: part[key] * bool(places) for key in masks} | {"rows": index[: len(places)]}
+    """Yield the live rows, longest first, in parts of up to max_tokens including padding, or of a single row."""
+    rows = rows[batch["live"][rows]]
+    rows = rows[batch["lengths"][rows].argsort(descending=True, stable=True)]
+    parts = []
+    while len(rows) > 0:
+        size = max(1, max_tokens // batch["lengths"][rows[0]].item())
+        parts.append(rows[:size])
+        rows = rows[size:]
+    # All ranks must make the same number of passes: ranks with fewer parts add a row whose tokens are all masked.
+    num_parts = int(all_reduce(max(1, len(parts)), dist.ReduceOp.MAX))
+    for index in inner_bar(parts, "microbatches"):
+        yield {name: values[index] for name, values in batch.items()} | {"rows": index}
+    for _ in range(num_parts - len(parts)):
+        part = {name: values[:1] for name, values in batch.items()} | {"rows": rows}
+        part["completion_mask"] = torch.zeros_like(part["completion_mask"])
+        yield part
 
 
 def step_optimizer(policy, optimizer, learning_rate, max_grad_norm):
-    """Clip the gradients and make a step, unless they are 0 or not finite; return their norm."""
+    """Clip the gradients and make an optimizer step, unless they are 0 or not finite; return their norm."""
     grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), max_grad_norm)
-    grad_norm = float(grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm)
-    optimizer.skipped = 0 if math.isfinite(grad_norm) else getattr(optimizer, "skipped", 0) + 1
-    if optimizer.skipped == 3:
-        raise SystemExit(f"gradients {grad_norm} three times in a row: is --learning-rate too high?")
+    if hasattr(grad_norm, "full_tensor"):  # FSDP's
+        grad_norm = grad_norm.full_tensor()
+    grad_norm = grad_norm.item()
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
-    if 0 < grad_norm < math.inf:  # at 0 AdamW would go on in the direction it had
-        optimizer.step()
+    policy.bad_gradients += 1
+    if math.isfinite(grad_norm):
+        policy.bad_gradients = 0
+        if grad_norm > 0:  # without a gradient AdamW would continue in its last direction
+            optimizer.step()
     optimizer.zero_grad()
+    if policy.bad_gradients == 3:
+        raise SystemExit(f"the gradient's norm was {grad_norm} three times in a row: lower --learning-rate?")
     return grad_norm
 
 
-def step_metrics(totals, divisor, batch, group_size, clock):
-    """Means over ranks (of policy/* over tokens, of loss/* by divisor), and the times."""
+def step_metrics(totals, divisor, batch, group_size):
+    """Means over all ranks: policy/* over tokens, loss/* over the divisor, all else over completions."""
     groups = batch["rewards"].view(-1, group_size)
-    own = {  # of a rank, all of which have equally many completions
-        "reward/mean": groups.mean(),
-        "reward/zero_std": (groups == groups[:, :1]).all(1).float().mean(),
-        "rollout/live": (batch["advantages"] != 0).float().mean(),
-        "rollout/length_mean": batch["completion_mask"].sum(1).float().mean(),
-        "rollout/truncated": batch["truncated"].float().mean(),
-        "rollout/completions": groups.numel() * dist.get_world_size(),
-    }
-    sums = {"ranks": 1, **totals, **own}
-    sums = dict(zip(sums, all_reduce([float(value) for value in sums.values()])))
-    ranks, counts = sums.pop("ranks"), {"policy": sums.pop("num_tokens"), "loss": divisor}
-    counts = {name: counts.get(name.split("/")[0], ranks) for name in sums}
-    metrics = {name: total / counts[name] for name, total in sums.items() if counts[name]}  # none of no tokens
-    for before, (name, after) in zip(clock.values(), [*clock.items()][1:]):
-        metrics[f"perf/{name}_seconds"] = after - before
-    return metrics | {"perf/step_seconds": clock["update"] - clock["start"]}
+    totals["reward/mean"] = groups.sum()
+    totals["reward/zero_std"] = (groups == groups[:, :1]).all(1).sum() * group_size
+    totals["rollout/length_mean"] = batch["completion_mask"].sum()
+    totals["rollout/truncated"] = batch["truncated"].sum()
+    sums = dict(zip(totals, all_reduce([float(total) for total in totals.values()])))
+    num_completions = groups.numel() * dist.get_world_size()
+    divisors = {"policy": sums.pop("num_tokens"), "loss": divisor}
+    metrics = {}
+    for name, total in sums.items():
+        count = divisors.get(name.partition("/")[0], num_completions)
+        if count > 0:  # without trained tokens there are no policy/*
+            metrics[name] = total / count
+    return metrics
 
 
-def evaluate(model, tokenizer, prompts, stop_ids, args, step, rank, world_size):
-    """Mean reward of greedy completions; with answers accuracy and pass@k, by is_right."""
-    torch.manual_seed(args.seed % 2**63)
-    rows = prompts[rank::world_size] or prompts[:1]  # there may be fewer than ranks
-    batch, texts = rollout(model, tokenizer, rows, 1, 0.0, stop_ids, args)
-    sums = {"num_rows": len(rows), "eval/reward": batch["rewards"].sum()}
-    if rows[0]["answer"] is not None:
-        _, samples = sample_completions(model, tokenizer, rows, EVAL_SAMPLES, args.temperature, stop_ids, args)
-        right = [is_right(text, rows[i // EVAL_SAMPLES]["answer"]) for i, text in enumerate(samples)]
-        right = torch.tensor(right).view(-1, EVAL_SAMPLES)
-        sums["eval/accuracy"] = sum(is_right(text, row["answer"]) for text, row in zip(texts, rows))
-        sums |= {"eval/pass@1": right.float().mean(1).sum(), f"eval/pass@{EVAL_SAMPLES}": right.any(1).sum()}
-    for row, text, reward in zip(rows, texts, batch["rewards"].tolist()) if rank == 0 else ():
-        sample = {"prompt": row["prompt"], "answer": row["answer"], "completion": text, "reward": reward}
-        append_line(args, "eval_samples.jsonl", {"step": step} | sample)
-    num_rows, *totals = all_reduce([float(total) for total in sums.values()])
-    return {name: total / num_rows for name, total in zip([*sums][1:], totals)}
-
-
-def append_line(args, name, row):
-    """Append a row to a jsonl file of the run."""
-    path = Path(args.run_dir, name)
-    with one_line(f"{path}: mend it, then --resume {args.run_dir}"), path.open("a") as file:
-        file.write(json.dumps(row, default=str) + "\n")
-
-
-def log_step(args, step, metrics, group, progress):
-    """Log metrics and group, if there is one; print what was found, and move the bar."""
-    append_line(args, "metrics.jsonl", {"step": step} | metrics)
-    wandb.log({"step": step} | metrics)
-    progress.set_postfix({name: metrics[name] for name in ("reward/mean", "loss/mean") if name in metrics})
-    progress.update() if step > 0 else progress.unpause()
-    found = [f"{name[5:]} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/")]
-    if group is not None:
-        append_line(args, "samples.jsonl", {"step": step} | group)
-        progress.stuck = 0 if metrics["rollout/live"] else getattr(progress, "stuck", 0) + 1
-    with contextlib.suppress(OSError):
-        if found:
-            tqdm.write(f"step {step}: {', '.join(found)}")
-        if step == 0 and metrics.get(f"eval/pass@{EVAL_SAMPLES}") == metrics.get("eval/accuracy") == 0:
-            tqdm.write(f"nothing is right: see {args.run_dir}/eval_samples.jsonl")
-        if group is not None and (found or step == 1):
-            tqdm.write(f"step {step}: {group['prompt']!r} -> {group['answer']!r}")  # repr: no control characters
-            for text, reward, truncated in zip(group["completions"], group["rewards"], group["truncated"]):
-                tqdm.write(f"  {reward:5.2f}  {text[-160:]!r}{' [cut off]' * truncated}")
-        if group is not None and progress.stuck == 5:
-            tqdm.write(f"step {step}: nothing to learn from in five steps: equal rewards")
+def log_group(args, step, prompt, texts, rewards, shown):
+    """Log the completions of the first prompt, and print them if they are to be shown."""
+    row = {"step": step, "prompt": prompt["prompt"], "answer": prompt["answer"]}
+    row |= {"completions": texts[: args.group_size], "rewards": rewards[: args.group_size].tolist()}
+    append_line(args, "samples.jsonl", row)
+    if shown and dist.get_rank() == 0:
+        tqdm.write(f"step {step}: prompt {row['prompt']!r}, answer {row['answer']!r}, rewards and completions:")
+        for text, reward in zip(row["completions"], row["rewards"]):
+            tqdm.write(f"{reward:8.2f}  {text[-160:]!r}")
 
 
 def save(run_dir, policy, optimizer, tokenizer, step):
-    """Write checkpoint/, a Hugging Face folder, then state/STEP, which --resume loads."""
-    checkpoint, unfinished = Path(run_dir, "checkpoint"), Path(run_dir, "checkpoint.unfinished")
-    state = Path(run_dir, "state", f"{step:08d}")
+    """Write checkpoint/, a Hugging Face model, and then state/STEP, which --resume loads."""
+    rank, run_dir = dist.get_rank(), Path(run_dir)
     options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = dcp_state.get_model_state_dict(policy.model, options=options)
-    for key in [key for key in weights if key.endswith(".lora_a.weight")]:
-        layer = key.removesuffix("lora_a.weight")
-        a, b = weights.pop(key), weights.pop(f"{layer}lora_b.weight")
-        weights[f"{layer}weight"] = weights[f"{layer}weight"] + b @ a * (LORA_ALPHA / len(a))
-    tied = policy.model.all_tied_weights_keys  # gathered from ranks they are two
-    weights = {key: weight.float() for key, weight in weights.items() if key not in tied}
-    fresh = not getattr(optimizer, "state", True)  # PPO's two have always made a step
+    weights = dcp_state.get_model_state_dict(policy.model, options=options)  # only on rank 0
+    unfinished = run_dir / "state/unfinished"
+    if rank == 0:
+        merge_adapters(weights)
+        tied = policy.model.all_tied_weights_keys  # gathering made copies of them
+        weights = {name: weight.float() for name, weight in weights.items() if name not in tied}
+        policy.model.save_pretrained(run_dir / "checkpoint.new", state_dict=weights)
+        tokenizer.save_pretrained(run_dir / "checkpoint.new")
+        shutil.rmtree(run_dir / "checkpoint", ignore_errors=True)
+        Path(run_dir, "checkpoint.new").rename(run_dir / "checkpoint")
+    fresh = isinstance(optimizer, torch.optim.Optimizer) and not optimizer.state
     model, moments = dcp_state.get_state_dict(policy, optimizer)
-    for values in optimizer.state.values() if fresh else ():
-        values["step"].zero_()  # made for the moments
-    with one_line(f"step {step} is not saved (no space left?): mend it, then --resume {run_dir}"):
-        if dist.get_rank() == 0:
-            policy.model.save_pretrained(unfinished, state_dict=weights)
-            tokenizer.save_pretrained(unfinished)
-            with contextlib.suppress(FileNotFoundError):  # it may not be removable
-                checkpoint.rename(f"{checkpoint}.{time.time_ns()}")
-            unfinished.rename(checkpoint)
-        dcp.save({"model": model, "optimizer": moments}, checkpoint_id=state.with_name("unfinished"))
-        if dist.get_rank() == 0:
-            state.with_name("unfinished").rename(state)  # last: what a kill cuts short is done again
-            for older in [*checkpoint.parent.glob("checkpoint.[0-9]*"), *sorted(state.parent.glob("[0-9]*"))[:-1]]:
-                shutil.rmtree(older, ignore_errors=True)
+    if fresh:  # get_state_dict made a step of 0 for the moments, which must not count
+        for values in optimizer.state.values():
+            values["step"].zero_()
+    dcp.save({"model": model, "optimizer": moments}, checkpoint_id=unfinished)
+    if rank == 0:
+        unfinished.rename(run_dir / f"state/{step:08d}")  # last, so that a killed save does not count
+        for older in sorted(run_dir.glob("state/0*"))[:-1]:
+            shutil.rmtree(older, ignore_errors=True)
 
 
-def end_run(args, progress, stop_signals):
-    """Print what improved and how to go on; after a signal exit as shells expect it."""
-    progress.close()
-    wandb.finish()
+def merge_adapters(weights):
+    """Add the adapters among these weights to the weights of their layers."""
+    for name in [name for name in weights if name.endswith("lora_a.weight")]:
+        layer = name.removesuffix("lora_a.weight")
+        a, b = weights.pop(name), weights.pop(layer + "lora_b.weight")
+        weights[layer + "weight"] = weights[layer + "weight"] + b @ a * (LORA_ALPHA / len(a))
+
+
+def end_run(args, stops, handlers):
+    """Print the first and last evaluation and how to continue; after a signal exit with its code."""
     if dist.get_rank() == 0:
-        lines = [*map(json.loads, Path(args.run_dir, "metrics.jsonl").read_text().splitlines())]
-        print(f"\n{lines[-1]['step']} steps in {sum(line.get('perf/step_seconds', 0) for line in lines):.0f} s")
-        for name in [name for name in lines[0] if name.startswith("eval/")]:
-            evaluated = [f"{line[name]:.3f}" for line in lines if name in line]
-            print(f"{name[5:]:15} {' -> '.join([evaluated[0], *evaluated[1:][-1:]])}")
+        evaluations = [row for row in read_metrics(args) if any(name.startswith("eval/") for name in row)]
+        if len(evaluations) > 1:
+            for name in evaluations[0]:
+                if name.startswith("eval/"):
+                    print(f"{name.removeprefix('eval/')} {evaluations[0][name]:.3f} -> {evaluations[-1][name]:.3f}")
         if Path(args.run_dir, "checkpoint").exists():
-            ranks, total = dist.get_world_size(), args.num_steps
-            if lines[-1]["step"] >= total:
-                total *= 2
-            call = f"torchrun --shutdown-timeout 3600 --nproc-per-node {ranks}" if ranks > 1 else "python"
-            print(f"checkpoint      {args.run_dir}/checkpoint, for --model and from_pretrained")
-            flags = f"{shlex.join(['--resume', str(args.run_dir)])} --num-steps {total}"
-            if Path(sys.argv[0]).name == Path(__file__).name:
-                print(f"to go on        {call} {shlex.join(sys.argv[:1])} {flags}")
-            else:  # a script that calls main, and may read no flags
-                own = f"Args(resume={str(args.run_dir)!r}, num_steps={total})"
-                print(f"to go on        {sys.argv[0]} with {own}, or {flags}")
-    CLEANUP.close()
-    if stop_signals:
-        raise SystemExit(128 + stop_signals[0])
+            print(f"model: {args.run_dir}/checkpoint; to continue: --resume {args.run_dir} --num-steps N")
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
+    dist.destroy_process_group()
+    if stops:
+        raise SystemExit(128 + stops[0])
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until catch_signals Ctrl-C just ends it
-    getattr(sys.stdout, "reconfigure", dict)(errors="replace")
-    for f in [f for f in fields(Args) if f.default is None]:  # its text names one
-        Args.__annotations__[f.name] = Annotated[f.type, tyro.conf.arg(help_behavior_hint="")]
-    with CLEANUP:
-        main(tyro.cli(Args))
+    sys.stdout.reconfigure(errors="replace")  # a letter that the terminal lacks must not end a run
+    main(parse_args())

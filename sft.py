@@ -5,33 +5,29 @@ https://arxiv.org/abs/2203.02155v1
 
     L(θ) = − 1/N Σᵢ Σₜ log π_θ(oᵢₜ | qᵢ, oᵢ,<ₜ)
 
-    qᵢ, oᵢ    prompt and completion, the stop token included; or a conversation, whose assistant's turns are oᵢ
+    qᵢ, oᵢ    prompt and completion, the stop token included; each turn of an assistant completes what precedes it
     N         the trained tokens of an optimizer step, over all microbatches and ranks
 
-Without --model it trains the embedded model, a Qwen3 of half a million parameters, from random weights.
+Without --model it trains the architecture of the bundled model, a Qwen3 of half a million parameters, from random
+weights.
 
     python sft.py
     python sft.py --model Qwen/Qwen2.5-0.5B --dataset my_chats.jsonl
 """
 
-import contextlib
 import json
 import math
 import os
-import re
-import shlex
 import shutil
 import signal
 import sys
 import time
-import traceback
-import zlib
 from collections import Counter
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Literal
 
 # Idle OpenMP threads spin, which slows a busy machine down; let them sleep. This must be set before torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -39,7 +35,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import transformers
 import tyro
 import wandb
 from datasets import load_dataset
@@ -48,752 +43,738 @@ from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
 
-
-def by_model(embedded, real):
-    """A default that depends on the model; resolve_args fills it in."""
-    return field(default=None, metadata={"embedded": embedded, "real": real})
+HERE = Path(__file__).resolve().parent
 
 
 @dataclass
 class Args:
     """Supervised fine-tuning of a language model."""
 
-    # model and data
-    model: str | None = by_model(None, None)
-    """folder or hub name of a causal language model (default: the embedded one, from random weights)"""
-    dataset: str | None = None
-    """json, jsonl, csv, parquet file, folder, or hub name as in openai/gsm8k:main (default: data/addition/sft.jsonl)"""
+    # model and data; the defaults suit real models, and "task_defaults" in a model's config.json replaces them
+    model: str = ""
+    """folder or Hugging Face name of a causal language model (empty: the bundled one, from random weights)"""
+    dataset: str = str(HERE / "data/addition/sft.jsonl")
+    """json, jsonl, csv or parquet file, folder, or Hugging Face name such as openai/gsm8k:main"""
     system_prompt: str = ""
-    """system message put before every conversation that has none"""
-    max_prompt_length: int | None = by_model(32, 1024)
-    """tokens before the first trained one; longer rows are dropped (embedded: 32; real: 1024)"""
-    max_completion_length: int | None = by_model(48, 1024)
-    """tokens from the first trained one on; longer rows are dropped (embedded: 48; real: 1024)"""
+    """system message placed before every conversation that has none"""
+    max_prompt_length: int = 1024
+    """most tokens before a trained turn; longer examples are dropped"""
+    max_completion_length: int = 1024
+    """most tokens of a trained turn; longer examples are dropped"""
 
     # optimization
-    num_steps: int | None = by_model(2200, 1000)
-    """optimizer steps (0 only evaluates); with --resume, total and schedule anew (embedded: 2200; real: 1000)"""
-    learning_rate: float | None = by_model(3e-3, 1e-5)
-    """highest, reached after the warm-up; falls to 0 on a cosine; 135 M took 2e-4 (embedded: 3e-3; real: 1e-5)"""
-    warmup_steps: int | None = by_model(300, 50)
-    """optimizer steps over which the learning rate rises from 0 (embedded: 300; real: 50)"""
-    minibatch_size: int | None = by_model(64, 64)
-    """rows per optimizer step, over all ranks (64)"""
-    microbatch_tokens: int | None = by_model(2048, 16384)
-    """most padded tokens per pass: changes speed and memory only (embedded: 2048; real: 16384)"""
+    num_steps: int = 1000
+    """optimizer steps (0: evaluate only)"""
+    learning_rate: float = 1e-5
+    """highest learning rate of AdamW, reached after the warm-up; a model of 135 M parameters needed 2e-4"""
+    warmup_steps: int = 50
+    """optimizer steps over which the learning rate rises from 0"""
+    minibatch_size: int = 64
+    """examples per optimizer step, over all ranks"""
+    microbatch_tokens: int = 16384
+    """most tokens per forward pass, including padding; set it lower if the update runs out of memory"""
     max_grad_norm: float = 1.0
-    """gradients are scaled down to at most this norm"""
+    """larger gradients are scaled down to this norm"""
     weight_decay: float = 0.1
-    """of AdamW"""
+    """weight decay of AdamW"""
     gradient_checkpointing: bool = False
-    """recompute activations: less memory, about a third more time"""
-    precision: str | None = None
-    """of the blocks, bfloat16 or float32 (bfloat16 on a GPU; real: and on a CPU that has it)"""
+    """recompute activations in the backward pass, which saves memory and takes about a third longer"""
+    precision: Literal["auto", "bfloat16", "float32"] = "auto"
+    """precision of the transformer blocks (auto: bfloat16 where the hardware supports it, otherwise float32)"""
     lora_rank: int = 0
-    """train adapters of this rank, at 3 to 10 times the rate (0: the model itself)"""
+    """train LoRA adapters of this rank, with 3 to 10 times the learning rate (0: train the whole model)"""
 
     # evaluation, saving, logging
-    eval_every: int | None = by_model(500, 100)
-    """steps between evaluations on held-out rows (embedded: 500; real: 100)"""
-    eval_prompts: int | None = by_model(512, 256)
-    """held-out rows per evaluation (embedded: 512; real: 256)"""
-    save_every: int | None = by_model(500, 100)
-    """steps between saves (embedded: 500; real: 100)"""
-    run_dir: str | None = None
-    """new folder of this run (default: runs/SCRIPT__SEED__TIME)"""
-    resume: str | None = None
-    """folder of a run to go on with, one you trust; speed, memory and schedule may be given anew"""
+    eval_every: int = 100
+    """steps between evaluations"""
+    eval_prompts: int = 256
+    """held-out rows per evaluation"""
+    save_every: int = 100
+    """steps between saves"""
+    run_dir: str = ""
+    """new folder for logs and checkpoints (default: runs/SCRIPT__SEED__TIME)"""
+    resume: str = ""
+    """folder of a run to continue, one you trust; its settings become the defaults"""
     seed: int = 1
-    """of the random weights and of the order of rows"""
+    """seed of random weights and of the order of examples"""
     track: bool = False
     """log to Weights & Biases as well (WANDB_MODE=offline works)"""
 
 
-def make_embedded_model(seed, lora_rank=0):
-    """Return the architecture of models/tiny with random weights."""
-    torch.manual_seed(seed % 2**63)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(MODEL), dtype=torch.float32)
-    return add_adapters(model, lora_rank) if lora_rank else model
-
-
-def encode_conversation(tokenizer, messages, stop_ids):
-    """Return the ids of a conversation and which of them are trained: the assistant's turns, each up to its stop token.
-
-    The turns are found by rendering the conversation's beginnings, each of which must begin the next.
-    """
-    ids, trained = [], []
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before = encode_prompt(tokenizer, messages[:i], "")
-        after = tokenizer.apply_chat_template(messages[: i + 1], return_dict=True)["input_ids"]
-        if before[: len(ids)] != ids or after[: len(before)] != before:
-            raise ValueError(f"the chat template changes what precedes message {i + 1}, its generation prompt perhaps")
-        stop = next((k for k in range(len(before), len(after)) if after[k] in stop_ids), None)
-        if stop is None:
-            raise ValueError(f"the chat template writes no stop token after message {i + 1}")
-        trained += [len(before) <= k <= stop for k in range(len(ids), len(after))]
-        ids = after
-    return ids, trained
-
-
 def completion_loss(logprobs, loss_mask):
-    """Negative log-likelihood summed over the trained tokens, both (B, T); divide by their number."""
+    """Sum the negative log-likelihood over the trained tokens, both (B, T); the caller divides by their number."""
     loss = -torch.where(loss_mask.bool(), logprobs, 0.0).sum()
     return loss, {"loss/nll": loss.detach()}
 
 
-def microbatch_loss(policy, part):
-    """completion_loss of a microbatch, and its metrics with the number of trained tokens they sum over."""
-    logprobs, entropies = policy(
-        part["prompt_ids"], part["prompt_mask"], part["completion_ids"], part["completion_mask"], 1.0
-    )
-    loss, metrics = completion_loss(logprobs, part["loss_mask"])
-    metrics["policy/entropy"] = torch.where(part["loss_mask"], entropies, 0.0).sum().detach()
-    metrics["num_tokens"] = part["loss_mask"].sum()
-    return loss, metrics
-
-
 def accumulate_gradients(policy, batch, rows, divisor, args):
-    """Add the gradients of completion_loss over the rows of all ranks, over divisor; return summed metrics."""
+    """Accumulate the gradients of completion_loss / divisor over these rows; return the sums of its metrics."""
     totals = Counter()
     for part in microbatches(batch, rows, args.microbatch_tokens):
-        loss, metrics = microbatch_loss(policy, part)
+        logprobs, entropies = policy(part, 1.0)
+        loss, metrics = completion_loss(logprobs, part["completion_mask"])
         (loss / divisor).backward()
         totals.update(metrics)
+        totals["policy/entropy"] += entropies.sum().detach()
     return totals
 
 
 def main(args):
     rank, world_size, device = init_ranks()
-    args = resolve_args(args)
     check_args(args, world_size)
-    tokenizer = load_tokenizer(args.model or MODEL)
-    pad_id = tokenizer.pad_token_id or 0  # any will do: padding is known by the mask
-    train_rows, eval_rows, report = load_conversations(args, tokenizer)
-    if args.model is None:
-        model = make_embedded_model(args.seed, args.lora_rank)
+    tokenizer = AutoTokenizer.from_pretrained(args.model or BUNDLED_MODEL)
+    train_rows, eval_rows = load_chats(args, tokenizer)
+    if args.model:
+        model = load_model(args.model, tokenizer, args.lora_rank)
     else:
-        model, _ = load_model(args.model, tokenizer, args.lora_rank)
-    longest = max(row["start"] for row in train_rows + eval_rows)
-    check_model(model, train_rows[0]["ids"][: train_rows[0]["start"]], longest + args.max_completion_length)
-    policy = shard(LogprobModel(model), device, args.precision, args.gradient_checkpointing)
-    optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.98), weight_decay=args.weight_decay, fused=True)
-    last_step, progress = open_run(args, policy, optimizer, report)
-    stops = catch_signals()
+        torch.manual_seed(args.seed % 2**63)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(BUNDLED_MODEL), dtype=torch.float32)
+    check_context(model, args.max_prompt_length + args.max_completion_length)
+    check_logprobs(model, train_rows[0]["prompt_ids"] + train_rows[0]["completion_ids"])
+    policy = shard(LogprobModel(model), args, device)
+    betas = (0.9, 0.98)
+    optimizer = torch.optim.AdamW(policy.parameters(), betas=betas, weight_decay=args.weight_decay, fused=True)
+    last_step = open_run(args, policy, optimizer)
+    stops, handlers = catch_signals()
+    if last_step == 0 and eval_rows:
+        log_step(args, 0, evaluate(policy, eval_rows, args))
 
-    for step in range(last_step + 1, args.num_steps + 1):  # step 0 only evaluates
-        metrics, start = {}, time.perf_counter()
-        if step > 0:
-            # batch: this rank's share of the step's rows
-            picked = pick_rows(train_rows, (step - 1) * args.minibatch_size, args.minibatch_size, args.seed)
-            share = picked[rank::world_size]
-            batch = collate(share, pad_id, device)
+    progress = tqdm(range(last_step + 1, args.num_steps + 1), disable=rank > 0)
+    for step in progress:
+        step_start = time.perf_counter()
 
-            # update: one optimizer step; the learning rate rises, then falls to 0 on a cosine
-            divisor = sum(sum(row["trained"]) for row in picked)  # a mean over the trained tokens of all ranks
-            totals = accumulate_gradients(policy, batch, torch.arange(len(share), device=device), divisor, args)
-            decay = (step - args.warmup_steps) / max(1, args.num_steps - args.warmup_steps)
-            factor = 0.5 * (1 + math.cos(math.pi * max(0.0, decay)))
-            learning_rate = args.learning_rate * min(step / max(1, args.warmup_steps), factor)
-            grad_norm = step_optimizer(policy, optimizer, learning_rate, args.max_grad_norm)
+        # batch: this rank's share of the step's rows
+        picked = pick_rows(train_rows, (step - 1) * args.minibatch_size, args.minibatch_size, args.seed)
+        batch = collate(picked[rank::world_size], device)
+        rows = torch.arange(len(batch["lengths"]), device=device)
 
-            # metrics of the step over all ranks, means over the trained tokens
-            sums = all_reduce([float(total) for total in totals.values()])
-            metrics = {name: total / divisor for name, total in zip(totals, sums) if name != "num_tokens"}
-            metrics |= {"optim/grad_norm": grad_norm, "optim/learning_rate": learning_rate}
-            metrics["optim/skipped"] = not math.isfinite(grad_norm)
-            metrics["perf/step_seconds"] = time.perf_counter() - start
+        # update: one optimizer step; the learning rate rises, then falls to 0 on a cosine
+        divisor = sum(len(row["completion_ids"]) for row in picked)  # a mean over the trained tokens of all ranks
+        totals = accumulate_gradients(policy, batch, rows, divisor, args)
+        decay = (step - args.warmup_steps) / max(1, args.num_steps - args.warmup_steps)
+        factor = 0.5 * (1 + math.cos(math.pi * max(0.0, decay)))
+        learning_rate = args.learning_rate * min(step / max(1, args.warmup_steps), factor)
+        grad_norm = step_optimizer(policy, optimizer, learning_rate, args.max_grad_norm)
 
-        # evaluation, logs, saving
-        if eval_rows and (step % args.eval_every == 0 or step == args.num_steps) and not all_reduce(len(stops)):
-            metrics |= evaluate(policy, eval_rows, pad_id, args, rank, world_size)
-        if rank == 0:
-            log_step(args, step, metrics, progress)
+        # metrics, evaluation, logs, saving
+        sums = all_reduce([float(total) for total in totals.values()])
+        metrics = {name: total / divisor for name, total in zip(totals, sums)}
+        metrics["optim/grad_norm"] = grad_norm
+        metrics["optim/learning_rate"] = learning_rate
+        metrics["perf/step_seconds"] = time.perf_counter() - step_start
         stopping = all_reduce(len(stops)) > 0
-        if step > 0 and (stopping or step == args.num_steps or step % args.save_every == 0):
+        if eval_rows and not stopping and (step % args.eval_every == 0 or step == args.num_steps):
+            metrics |= evaluate(policy, eval_rows, args)
+        log_step(args, step, metrics)
+        progress.set_postfix(loss=metrics["loss/nll"])
+        if stopping or step % args.save_every == 0 or step == args.num_steps:
             save(args.run_dir, policy, optimizer, tokenizer, step)
         if stopping:
             break
 
-    end_run(args, progress, stops)
+    end_run(args, stops, handlers)
 
 
-# ---- below: plumbing, byte-identical in every script that has it, in the order in which main calls it
+# ---- below: functions that are byte-identical in all scripts that have them, in the order in which main calls them
 
-MODEL, DATASET = (str(Path(__file__).resolve().parent / name) for name in ("models/tiny", "data/addition/sft.jsonl"))
-LORA_ALPHA = 32  # adapters count alpha / rank times
-MAY_BE_0 = "seed num_steps rollout_batch_size warmup_steps weight_decay lora_rank eval_prompts".split()
-MAY_BE_0 += "kl_coef overlong_buffer missing_stop_penalty ptx_coef gamma gae_lambda label_smoothing".split()
-MAY_CHANGE = "resume num_steps learning_rate value_learning_rate eval_every save_every track".split()
-MAY_CHANGE += "microbatch_tokens rollout_batch_size gradient_checkpointing".split()  # on --resume
-CLEANUP = contextlib.ExitStack()
-BAR = partial(tqdm, leave=False, delay=5, mininterval=2, disable=os.environ.get("RANK", "0") > "0")
+BUNDLED_MODEL = str(HERE / "models/tiny")
+LORA_ALPHA = 32  # an adapter's output is multiplied by alpha / rank
+
+# A progress bar within a step, which appears after five seconds.
+inner_bar = partial(tqdm, leave=False, delay=5, disable=os.environ.get("RANK", "0") != "0")
+
+
+def parse_args():
+    """Read the flags; defaults are the settings of the run to resume, or those in the model's config.json."""
+    args = tyro.cli(Args)  # for --model and --resume
+    if args.resume:
+        settings = json.loads(Path(args.resume, "args.json").read_text())
+    else:
+        config, _ = PreTrainedConfig.get_config_dict(args.model or BUNDLED_MODEL)
+        named = config.get("task_defaults", {})
+        named |= named.get(Path(__file__).stem, {})  # those of this script
+        settings = {name: named[name] for name in vars(args) if not isinstance(named.get(name, {}), dict)}
+        if settings and os.environ.get("RANK", "0") == "0":
+            print(f"defaults of {args.model or BUNDLED_MODEL}: {settings}")
+    return tyro.cli(Args, default=Args(**settings))
 
 
 def init_ranks():
-    """Join a launcher's ranks, or be a group of one; return rank, world size and device."""
+    """Join the process group of torchrun, or make a group of one; return rank, world size and device."""
     device, backend = torch.device("cpu"), "gloo"
     if torch.cuda.is_available():
         device, backend = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        dist.init_process_group(backend, timeout=timedelta(hours=2), **alone)
-        CLEANUP.push(lambda error, *_: error is None and dist.destroy_process_group())
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timedelta(hours=2))
+    elif not dist.is_initialized():
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return dist.get_rank(), dist.get_world_size(), device
 
 
-def resolve_args(args):
-    """Fill in what was not given: from the run to resume, else by the model."""
-    given = {f.name: getattr(args, f.name) for f in fields(args) if getattr(args, f.name) != f.default}
-    if args.resume is not None:
-        if fixed := [f"--{name.replace('_', '-')}" for name in given if name not in MAY_CHANGE]:
-            raise SystemExit(f"--resume {args.resume}: a run keeps its {', '.join(fixed)}")
-        with one_line(f"--resume {args.resume}: no run, of another script, or damaged"):
-            saved = json.loads(Path(args.resume, "args.json").read_text())
-            settings = {name: saved[name] for name in vars(args)}
-            return Args(**settings | given | {"run_dir": args.resume})
-    own, tiny = (Path(name, "tokenizer.json") for name in (given.get("model", MODEL), MODEL))
-    embedded = own.is_file() and tiny.is_file() and own.read_bytes() == tiny.read_bytes()  # or made of it
-    if torch.cuda.is_available():  # a T4 would only emulate bfloat16
+def check_args(args, world_size):
+    """Exit on settings that would silently train something else."""
+    if args.minibatch_size % world_size:
+        raise SystemExit(f"--minibatch-size must be a multiple of the {world_size} ranks")
+    if args.precision == "auto":
+        args.precision = find_precision()
+
+
+def find_precision():
+    """Choose bfloat16 where the GPU or the CPU multiplies it natively, otherwise float32."""
+    if torch.cuda.is_available():
         native = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        native = not embedded and torch.cpu.get_capabilities().get("avx512_bf16")
-    defaults = {f.name: f.metadata["embedded" if embedded else "real"] for f in fields(args) if f.metadata}
-    defaults["precision"] = "bfloat16" if native else "float32"
-    with contextlib.suppress(Exception):  # load_model reports
-        named = json.loads(own.with_name("config.json").read_text())["task_defaults"]
-        defaults |= (taken := {name: named[name] for name in {*defaults} & {*named} - {*given}})
-        if taken and dist.get_rank() == 0:
-            print(f"{own.parent}/config.json: task_defaults {taken}")
-    now = all_reduce(time.time(), dist.ReduceOp.MAX)  # on all ranks the same
-    run_dir = f"runs/{Path(__file__).stem}__{args.seed}__{datetime.fromtimestamp(now):%Y%m%d-%H%M%S-%f}"
-    return Args(**{"model": MODEL, "dataset": DATASET, "run_dir": run_dir} | defaults | given)
+        native = torch.cpu.get_capabilities().get("avx512_bf16", False)
+    if native:
+        return "bfloat16"
+    return "float32"
 
 
-@contextlib.contextmanager
-def one_line(intro, of_user=False):
-    """What fails inside ends the run with one line, of_user with its place in the code."""
-    try:
-        yield
-    except (Exception, dcp.api.CheckpointException) as error:
-        reason = " ".join(f"{type(error).__name__}: {error.__cause__ or error}".split())
-        places = [place for place in traceback.extract_tb(error.__traceback__) if "/lib/python" not in place[0]]
-        intro += f" {places[-1][0]}, line {places[-1][1]}" * of_user
-        raise SystemExit(re.sub("(.{150}).+(.{150})", r"\1 ... \2", f"{intro}: {reason}")) from None
+def load_chats(args, tokenizer):
+    """Load training and held-out examples, one for each turn of the assistant."""
+    read = partial(read_chat, tokenizer=tokenizer, args=args)
+    train_rows, eval_rows = load_rows(args.dataset, args.eval_prompts, read)
+    if dist.get_rank() == 0 and train_rows:
+        prompt, completion = [tokenizer.decode(train_rows[0][name]) for name in ("prompt_ids", "completion_ids")]
+        print(f"the first example as the model reads it: {prompt!r}, and the part that is trained: {completion!r}")
+    return train_rows, eval_rows
 
 
-def all_reduce(values, op=dist.ReduceOp.SUM):
-    """A number, or a list of them, reduced over ranks in float64."""
-    values = torch.as_tensor(values, dtype=torch.float64, device="cpu")
-    if dist.is_initialized():
-        dist.all_reduce(values, op)
-    return values.tolist()
+def read_chat(row, tokenizer, args):
+    """Return the examples of a row, {prompt_ids, completion_ids}; drop those that are empty or too long."""
+    if "messages" in row:
+        messages = as_messages(row["messages"], args.system_prompt)
+    else:
+        prompt = find_column(row, ("prompt", "question", "problem"))
+        completion = find_column(row, ("completion", "answer", "solution"))
+        if not prompt or not completion:
+            return []
+        if isinstance(completion, str):
+            completion = [{"role": "assistant", "content": completion}]
+        messages = [*as_messages(prompt, args.system_prompt), *completion]
+    examples = []
+    for place, message in enumerate(messages):
+        if place > 0 and message["role"] == "assistant" and message["content"].strip():
+            prompt_ids, completion_ids = encode_completion(tokenizer, messages[:place], message["content"])
+            if len(prompt_ids) <= args.max_prompt_length and len(completion_ids) <= args.max_completion_length:
+                examples.append({"prompt_ids": prompt_ids, "completion_ids": completion_ids})
+    return examples
 
 
-def check_args(args, world_size):
-    """Exit with one line if the settings cannot work."""
-    completions = getattr(args, "prompts_per_step", 0) * getattr(args, "group_size", 1)
-    for name, value in vars(args).items():
-        flag, zero = f"--{name.replace('_', '-')} {value}", name in MAY_BE_0
-        most = 1 if name.endswith("learning_rate") else math.inf
-        kind = value is not None and re.search(r"\bint|float", str(Args.__annotations__[name]))
-        if kind and not (type(value).__name__ in ("int", kind[0]) and (1e-30 < value < most or value == 0 and zero)):
-            raise SystemExit(f"{flag}: must be {'>=' if zero else '>'} 0 and < {most}")
-        if name in ("prompts_per_step", "minibatch_size") and (completions % value or value % world_size):
-            raise SystemExit(f"{flag} does not divide the {completions or value} completions over {world_size} ranks")
-        if name == "precision" and value not in ("bfloat16", "float32"):
-            raise SystemExit(f"{flag}: must be bfloat16 or float32")
+def as_messages(prompt, system_prompt):
+    """Return a prompt, a text or a list of messages, as a list of messages with the system prompt."""
+    messages = prompt
+    if isinstance(prompt, str):
+        messages = [{"role": "user", "content": prompt}]
+    if system_prompt and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system_prompt}, *messages]
+    return messages
 
 
-def load_tokenizer(name, flag="--model"):
-    """The tokenizer of a model."""
-    transformers.logging.set_verbosity_error()  # what matters is said in one line
-    transformers.logging.disable_progress_bar()
-    with one_line(f"{flag} {name}: no model (in a run: checkpoint/) or tokenizer here or on the hub"):
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        if len(tokenizer) < 2 or tokenizer.chat_template == "":
-            raise ValueError("its tokenizer or chat template is empty")
-        return tokenizer
+def find_column(row, names, required=True):
+    """Return the value of the first of these columns that a row has: messages as they are, all else as a text."""
+    for name in names:
+        if isinstance(row.get(name), list):
+            return row[name]
+        if name in row:
+            return str(row[name] if row[name] is not None else "")
+    if required:
+        raise ValueError(f"one of the columns {', '.join(names)} is needed, but there are {', '.join(row)}")
+    return None
 
 
-def load_conversations(args, tokenizer):
-    """Return training and held-out rows, {ids, trained, start}, and a line about each split."""
+def encode_completion(tokenizer, messages, text):
+    """Return the ids of messages and of the completion that follows, up to its stop token, as the model reads them."""
+    prompt_ids = encode_prompt(tokenizer, messages)
+    if tokenizer.chat_template is None:
+        return prompt_ids, [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    whole = [*messages, {"role": "assistant", "content": text}]
+    ids = tokenizer.apply_chat_template(whole, return_dict=True)["input_ids"]
+    if ids[: len(prompt_ids)] != prompt_ids:
+        raise ValueError("the chat template renders the prompt differently when a completion follows")
+    completion_ids = ids[len(prompt_ids) :]
     stop_ids = {find_turn_end(tokenizer), tokenizer.eos_token_id}
+    for place, token in enumerate(completion_ids):
+        if token in stop_ids:
+            return prompt_ids, completion_ids[: place + 1]
+    raise ValueError("the chat template writes no stop token after a completion")
 
-    def read(row):
-        ids, trained = encode_row(tokenizer, row, args.system_prompt, stop_ids)
-        start = trained.index(True) if any(trained) else 0
-        if start == 0:  # the first token has nothing to be predicted from
-            return "without a token to train"
-        if start > args.max_prompt_length or len(ids) - start > args.max_completion_length:
-            return f"longer than {args.max_prompt_length} + {args.max_completion_length} tokens"
-        return {"ids": ids, "trained": trained, "start": start}
 
-    return load_rows(args.dataset, args.eval_prompts, read)
+def encode_prompt(tokenizer, messages):
+    """Return the ids of messages, up to the place where the completion begins."""
+    if tokenizer.chat_template is not None:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    ids = tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]
+    if ids[-1] == tokenizer.eos_token_id:  # some tokenizers add it
+        ids.pop()
+    return ids
 
 
 def find_turn_end(tokenizer):
-    """The id that ends a turn in the chat template, else the end of text."""
+    """Find the special token that ends the assistant's turn in the chat template, or else the end of text."""
     if tokenizer.chat_template is None:
         return tokenizer.eos_token_id
     chat = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": "Answer"}]
-    tail = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("Answer")[2].strip(" \n\t\u2581")
+    tail = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("Answer")[2].strip()
     ids = tokenizer(tail, add_special_tokens=False)["input_ids"]
     return next((i for i in ids if i in tokenizer.added_tokens_decoder), tokenizer.eos_token_id)
 
 
-def encode_row(tokenizer, row, system_prompt, stop_ids):
-    """Return the ids of a row, a prompt and its completion or {messages}, and which of them are trained."""
-    messages = row.get("messages")
-    if messages is None:
-        prompts = [row[name] for name in ("prompt", "question", "problem") if name in row]
-        completions = [row[name] for name in ("completion", "answer", "solution") if name in row]
-        if not prompts or not completions:
-            wanted = "prompt, question or problem and completion, answer or solution, or messages"
-            raise ValueError(f"needs columns {wanted}; found {', '.join(row)}")
-        turns = [("user", prompts[0]), ("assistant", completions[0])] if prompts[0] and completions[0] else []
-        messages = [said if isinstance(said, list) else [{"role": role, "content": said}] for role, said in turns]
-        messages = sum(messages, [])
-    if others := [message for message in messages if not isinstance(message["content"], str)]:
-        raise ValueError(f"the content of a message must be a text: {others[0]!r:.80}")
-    if not messages or not messages[-1]["content"].strip():
-        return [], []
-    if system_prompt and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": system_prompt}, *messages]
-    if tokenizer.chat_template is not None:
-        return encode_conversation(tokenizer, messages, stop_ids)
-    if row.get("messages") is not None or tokenizer.eos_token_id is None:
-        raise ValueError("the tokenizer has no chat template, which messages need, or no eos_token")
-    ids = prompt_ids = encode_prompt(tokenizer, messages[:-1], "")
-    ids = [*ids, *tokenizer(messages[-1]["content"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-    return ids, [place >= len(prompt_ids) for place in range(len(ids))]
+def load_rows(name, num_held_out, read):
+    """Load training and held-out rows, and let read make each of them a list of examples, empty to drop the row."""
+    loaded = []
+    for rows in load_splits(name, num_held_out):
+        examples, num_dropped = [], 0
+        for number, row in enumerate(rows):
+            try:
+                found = read(row)
+            except Exception as error:
+                error.add_note(f"{name}: row {number} of {len(rows)}, {row}")
+                raise
+            examples += found
+            num_dropped += len(found) == 0
+        loaded.append(examples)
+        if dist.get_rank() == 0:
+            print(f"{len(examples)} examples from {len(rows)} rows; dropped as empty or too long: {num_dropped} rows")
+        if len(rows) > 0 and not examples:
+            raise SystemExit(f"{name}: all {len(rows)} rows were dropped, because they are empty or too long")
+    return loaded
 
 
-def encode_prompt(tokenizer, prompt, system_prompt):
-    """Token ids of a prompt, a text or a list of messages, up to the completion."""
-    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-    if not all(isinstance(message.get(key), str) for message in messages for key in ("role", "content")):
-        raise ValueError(f"a prompt must be a text or messages of role and content, not {prompt!r:.80}")
-    if system_prompt and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": system_prompt}, *messages]
-    if tokenizer.chat_template is None:
-        ids = tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]
-        return ids[:-1] if ids[-1] == tokenizer.eos_token_id else ids  # some always add it
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+def load_splits(name, num_held_out):
+    """Load the training rows and held-out rows, which come from the test, validation or train split."""
+    kind = Path(name).suffix[1:].lower().replace("jsonl", "json")
+    if kind in ("json", "csv", "parquet"):
+        splits = load_dataset(kind, data_files=name.replace("[", "[[]"))  # a bracket is not a pattern
+    elif Path(name).exists():
+        splits = load_dataset(name)
+    else:
+        splits = load_dataset(*name.split(":"))
+    train = splits["train"]
+    test = splits.get("test", splits.get("validation", train))
+    order = torch.randperm(len(test), generator=torch.Generator().manual_seed(0))
+    if test is train:
+        train = train.select(order[num_held_out:].sort().values)
+    return train, test.select(order[:num_held_out].sort().values)
 
 
-def load_rows(dataset, num_held_out, read, flag="--dataset"):
-    """Training and held-out rows as read makes them, and a line about each split."""
-    kind = re.search(r"\.(json|csv|parquet)l?$", str(dataset).lower())
-    with one_line(f"{flag} {dataset}: no json, jsonl, csv, parquet, folder or hub data, or empty or damaged"):
-        name = [str(dataset)] if Path(dataset).exists() else str(dataset).split(":")
-        splits = load_dataset(kind[1], data_files=str(dataset).replace("[", "[[]")) if kind else load_dataset(*name)
-        train, test = list(splits["train"]), splits.get("test") or splits.get("validation")
-    source = list(test or train)
-    held_out = sorted(torch.randperm(len(source), generator=torch.Generator().manual_seed(0))[:num_held_out].tolist())
-    rest = range(len(train)) if test else sorted({*range(len(train))} - {*held_out})
-    loaded, report = [], []
-    for split, rows, places in (("training", train, rest), ("held-out", source, held_out)):
-        items = []  # texts are reasons to drop a row
-        for place in places:
-            with one_line(f"{flag} {dataset}: {split} row {place + 1}, {rows[place]!r:.80}"):
-                items.append(read(rows[place]))
-        kept = [item for item in items if not isinstance(item, str)]
-        dropped = Counter(item for item in items if isinstance(item, str))
-        text = json.dumps(kept, default=lambda value: type(value).__name__)
-        names = kept[0].get("columns", "") if kept else ""
-        report.append(f"{len(kept)} {split} rows {names}({zlib.crc32(text.encode()):08x}), dropped: {dict(dropped)}")
-        if not kept and (split == "training" or num_held_out):
-            raise SystemExit(f"{flag} {dataset}: too few rows for --eval-prompts {num_held_out}: {report[-1]}")
-        loaded.append(kept)
-    return *loaded, report
+def load_model(name, tokenizer, lora_rank=0):
+    """Load a language model in float32, and put all its stop tokens into its generation config."""
+    model, info = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
+    if info["missing_keys"]:
+        raise SystemExit(f"{name} is not a complete language model: {sorted(info['missing_keys'])[0]} is missing")
+    model.get_input_embeddings().padding_idx = None  # otherwise a pad token that is in use would not be trained
+    stop_ids = {find_turn_end(tokenizer)}
+    for source in (model.generation_config, model.config.get_text_config(), tokenizer):
+        ids = source.eos_token_id
+        stop_ids.update(ids if isinstance(ids, list) else [ids])
+    # A new config, because transformers refuses to save some old ones (a temperature without do_sample).
+    model.generation_config = GenerationConfig(eos_token_id=sorted(stop_ids - {None}))
+    if lora_rank:
+        add_adapters(model, lora_rank)
+    return model
 
 
 def add_adapters(model, rank):
-    """Freeze the model; add two thin matrices to each linear layer of a block (arXiv 2106.09685)."""
+    """Freeze the model and add LoRA adapters to each linear layer of its blocks (arXiv 2106.09685)."""
     model.requires_grad_(False)
+    model.adapters = True
     torch.manual_seed(0)  # the same adapters on every rank
-    model.adapters, scale = True, LORA_ALPHA / rank
-    layers = [layer for block in find_blocks(model) for layer in block.modules() if type(layer) is nn.Linear]
-    if not layers:
-        raise SystemExit(f"--lora-rank {rank}: this model has no linear layers to adapt")
 
     def forward(layer, inputs):
         rows = inputs.flatten(0, -2)  # (N, D)
         adapted = rows.new_zeros(len(rows), layer.out_features)
         if model.adapters:
-            adapted = layer.lora_b(layer.lora_a(rows)) * scale
-        # One product, rounded once. Added to an output that is bfloat16 already, small changes would be lost.
+            adapted = layer.lora_b(layer.lora_a(rows)) * (LORA_ALPHA / rank)
+        # addmm adds the two products before it rounds to bfloat16. Adding a small adapter output to a layer output
+        # that is already rounded would lose it: in bfloat16 1 + 0.003 is 1.
         output = torch.addmm(adapted, rows, layer.weight.T)
         if layer.bias is not None:
             output = output + layer.bias
         return output.unflatten(0, inputs.shape[:-1])
 
-    for layer in layers:
-        layer.lora_a = nn.Linear(layer.in_features, rank, bias=False)
-        layer.lora_b = nn.Linear(rank, layer.out_features, bias=False)
-        nn.init.zeros_(layer.lora_b.weight)  # at first nothing changes
-        layer.forward = partial(forward, layer)
-    return model
+    for block in find_blocks(model):
+        for layer in list(block.modules()):
+            if type(layer) is nn.Linear:
+                layer.lora_a = nn.Linear(layer.in_features, rank, bias=False)
+                layer.lora_b = nn.Linear(rank, layer.out_features, bias=False)
+                nn.init.zeros_(layer.lora_b.weight)  # the model starts unchanged
+                layer.forward = partial(forward, layer)
 
 
 def find_blocks(model):
-    """The transformer blocks of a model; FSDP renames their class."""
-    return [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
+    """Find the transformer blocks of a model. Call it before FSDP, which renames their class."""
+    names = model._no_split_modules or ()
+    return [module for module in model.modules() if type(module).__name__ in names]
 
 
-def load_model(name, tokenizer, lora_rank=0):
-    """Load a language model; return it and its stop tokens, which checkpoints will name."""
-    with one_line(f"--model {name}: cannot be loaded"):
-        model, info = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
-        heads = {key for key in info["unexpected_keys"] if key.count(".") == 1}  # a reward model's
-        if wrong := sorted(info["missing_keys"] | heads):
-            raise ValueError(f"it lacks {wrong[0]}, or a place for it: is it whole, a language model?")
-        if not (stop_ids := find_stop_ids(model, tokenizer)):
-            raise ValueError("its tokenizer names no eos_token: nothing ends a completion")
-    model.get_input_embeddings().padding_idx = None  # that token may be in use, and would get no gradient
-    # Its own may be refused when saved: a temperature without do_sample, say.
-    model.generation_config = transformers.GenerationConfig(eos_token_id=stop_ids)
-    return add_adapters(model, lora_rank) if lora_rank else model, stop_ids
+def check_context(model, longest):
+    """Exit if texts may be longer than the model's context."""
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", longest)
+    if longest > context:
+        raise SystemExit(f"prompt and completion may have {longest} tokens, but the model's context has {context}")
 
 
-def find_stop_ids(model, tokenizer):
-    """Every id that ends a completion."""
-    sources = model.generation_config, model.config.get_text_config(), tokenizer
-    named = [find_turn_end(tokenizer), *(source.eos_token_id for source in sources)]
-    return sorted({*sum((ids if isinstance(ids, list) else [ids] for ids in named), [])} - {None})
-
-
-def check_model(model, prompt_ids, max_length):
-    """Exit if token_logprobs and the model's own logits differ."""
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or max_length
-    if max_length > context:
-        raise SystemExit(f"prompts and completions of {max_length} tokens, over the context of {context}")
-    ids = torch.tensor([prompt_ids[:16] * 2], device=model.device)  # (1, 2 P)
-    prompts, completions = ((half, torch.ones_like(half)) for half in ids.chunk(2, 1))
-    with one_line(f"--model {model.name_or_path}: damaged, or of another kind"), torch.no_grad():
-        plain = model(input_ids=ids, use_cache=False).logits.log_softmax(-1)[:, ids.shape[1] // 2 - 1 : -1]  # (1, P, V)
-        found, _ = token_logprobs(model, *prompts, *completions, 1.0)  # (1, P)
-        if not (plain.gather(2, completions[0].unsqueeze(2)).squeeze(2) - found).abs().max() < 0.01:
-            raise ValueError("its own logits are not those of its LM head")
+@torch.no_grad()
+def check_logprobs(model, prompt_ids):
+    """Exit if token_logprobs differs from the model's own logits, because of an unusual LM head."""
+    ids = torch.tensor([prompt_ids])
+    ones = torch.ones_like(ids)
+    expected = model(input_ids=ids, use_cache=False).logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:].unsqueeze(2))
+    logprobs, _ = token_logprobs(model, ids[:, :1], ones[:, :1], ids[:, 1:], ones[:, 1:], 1.0)
+    gap = (logprobs - expected.squeeze(2)).abs().max().item()
+    if not gap < 0.01:
+        raise SystemExit(f"log-probabilities differ by {gap:.2g} from the model's: head_logprobs lacks something")
 
 
 def token_logprobs(model, prompt_ids, prompt_mask, completion_ids, completion_mask, temperature):
-    """Log-probabilities of completion tokens at the sampling temperature, and entropies, without gradient.
+    """Return the log-probabilities of completion tokens, and entropies (without gradient).
 
     prompts (B, P), completions (B, T) -> logprobs, entropies (B, T) in nats, 0 where masked.
     """
     completion_mask = completion_mask.bool()
     ids = torch.cat([prompt_ids, completion_ids], 1)  # (B, P + T)
     mask = torch.cat([prompt_mask.bool(), completion_mask], 1)
-    # With padding on the right a causal model needs neither mask nor position ids.
+    # Move all padding to the right, where a causal model needs neither mask nor position ids:
+    # the row  _ p0 p1 c0 c1 _  becomes  p0 p1 c0 c1 _ _
     order = (~mask).long().argsort(dim=1, stable=True)[:, : mask.sum(1).max()]
     hidden = model.base_model(input_ids=ids.gather(1, order), use_cache=False).last_hidden_state  # (B, W, D)
-    rows, columns = completion_mask.nonzero(as_tuple=True)  # (N,), once: a device waits
-    # A token is predicted from the position before it.
-    hidden = hidden[rows, (mask.cumsum(1) - 2)[rows, prompt_ids.shape[1] + columns]]  # (N, D)
-    found = head_logprobs(model, hidden, completion_ids[rows, columns], temperature)  # two of (N,)
-    blank = found[0].new_zeros(completion_mask.shape)
-    return [blank.masked_scatter(completion_mask, values) for values in found]
+    # Each token is predicted at the position before its own. c0 is the third token of its row, so it stands at
+    # position 2 and is predicted at position 1: its running count minus 2.
+    positions = mask.cumsum(1)[:, prompt_ids.shape[1] :] - 2  # (B, T)
+    rows = completion_mask.nonzero()[:, 0]  # (N,)
+    hidden = hidden[rows, positions[completion_mask]]  # (N, D)
+    logprobs, entropies = head_logprobs(model, hidden, completion_ids[completion_mask], temperature)  # (N,)
+    zeros = logprobs.new_zeros(completion_mask.shape)
+    return zeros.masked_scatter(completion_mask, logprobs), zeros.masked_scatter(completion_mask, entropies)
 
 
 def head_logprobs(model, hidden, targets, temperature):
-    """Log-probabilities of targets (N,), and entropies, under softmax(head(hidden) / temperature)."""
-    head, given = model.get_output_embeddings(), vars(model.config.get_text_config()).get
-    scale = given("logit_scale") or given("lm_head_multiplier") or 1 / (given("logits_scaling") or 1)
-    cap = given("final_logit_softcapping")
+    """Return log-probabilities of targets (N,), and entropies, under softmax(head(hidden) / temperature)."""
+    head = model.get_output_embeddings()
+    config = model.config.get_text_config().to_dict()
+    scale = config.get("logit_scale") or config.get("lm_head_multiplier") or 1 / (config.get("logits_scaling") or 1)
+    cap = config.get("final_logit_softcapping")
 
     def chunk_logprobs(hidden, targets):
-        logits = head(hidden)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # (n, V)
-        logits = logits if scale == 1 else logits * scale
-        logits = (logits / cap).tanh() * cap if cap else logits
-        logprobs = (logits if temperature == 1 else logits / temperature).log_softmax(-1)
-        known = logprobs.detach()  # last: not computed anew
-        return logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), -(known.exp() * known).sum(-1)
+        logits = head(hidden) * scale  # (n, V)
+        if cap:
+            logits = (logits / cap).tanh() * cap
+        logprobs = (logits / temperature).log_softmax(-1)
+        entropies = -(logprobs.exp() * logprobs).detach().sum(-1)
+        return logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), entropies
 
-    # Never N x V logits at once: chunks, computed anew backwards.
-    size = max(1, 2 ** (26 if hidden.is_cuda else 25) // head.weight.shape[0])
-    run = partial(checkpoint, chunk_logprobs, use_reentrant=False) if len(hidden) > size else chunk_logprobs
-    parts = [run(*chunk) for chunk in zip(hidden.split(size), targets.split(size))]
-    return [torch.cat(part) for part in zip(*parts)]
+    # Many logits (N, V) would not fit: compute them in chunks, and again in the backward pass.
+    size = max(1, 2**25 // head.weight.shape[0])
+    if len(hidden) <= size:
+        return chunk_logprobs(hidden, targets)
+    chunks = zip(hidden.split(size), targets.split(size))
+    parts = [checkpoint(chunk_logprobs, *chunk, use_reentrant=False) for chunk in chunks]
+    return [torch.cat(values) for values in zip(*parts)]
 
 
-def shard(policy, device, precision="float32", gradient_checkpointing=False):
-    """Shard over the ranks (FSDP2), block by block; blocks may compute in bfloat16, all else is float32."""
-    blocks = [block for model in policy.children() for block in find_blocks(model)]
-    frozen = {weight for weight in policy.parameters() if not weight.requires_grad}
-    alone, dtypes = dist.get_world_size() == 1, MixedPrecisionPolicy()
-    if not blocks and (precision == "bfloat16" or not alone):
-        raise SystemExit("this model names no blocks: --precision float32, one process")
-    if precision == "bfloat16":
-        torch.set_float32_matmul_precision("high")  # TF32 for the LM head
+def shard(policy, args, device):
+    """Set up bfloat16, gradient checkpointing and FSDP2, which casts and shards the weights block by block."""
+    blocks = find_blocks(policy.model)
+    dtypes = MixedPrecisionPolicy()
+    frozen = None
+    if args.precision == "bfloat16":
+        compute_in_bfloat16(blocks)
         dtypes = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-        torch.manual_seed(0)  # the same noise on every rank
+    if args.gradient_checkpointing:
         for block in blocks:
-            block.forward = partial(in_bfloat16, block.forward)
-            for weight in block.parameters():
-                weight.data = rounded = weight.data.bfloat16()  # for good, if frozen
-                if weight.requires_grad:  # noise that rounds away: small steps reach it
-                    noise = torch.randint(-32767, 32768, weight.shape, dtype=torch.int32) * (rounded != 0)
-                    weight.data = (rounded.float().view(torch.int32) + noise).view(torch.float32)
-    for block in blocks if gradient_checkpointing else ():
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    if precision == "bfloat16" or not alone:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    if args.precision == "bfloat16" or dist.get_world_size() > 1:
+        if dist.get_world_size() == 1:
+            frozen = {weight for weight in policy.parameters() if not weight.requires_grad}  # FSDP would copy them
         mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
-        ignored = frozen if alone else None  # which FSDP would hold twice
         for block in blocks:
-            fully_shard(block, mesh=mesh, mp_policy=dtypes, ignored_params=ignored)
-        # A root would stay gathered after its forward pass, a frozen one for ever.
-        fully_shard(policy, mesh=mesh, reshard_after_forward=True, ignored_params=ignored)
+            fully_shard(block, mesh=mesh, mp_policy=dtypes, ignored_params=frozen)
+        fully_shard(policy, mesh=mesh, reshard_after_forward=True, ignored_params=frozen)  # all else, such as the head
         for module in (policy, *blocks):  # gradients are summed over ranks, not averaged
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return policy.to(device)
 
 
+def compute_in_bfloat16(blocks):
+    """Let the blocks compute in bfloat16, from float32 weights that small steps can still move."""
+    torch.set_float32_matmul_precision("high")  # TF32 for the LM head
+    torch.manual_seed(0)  # the same noise on every rank
+    for block in blocks:
+        block.forward = partial(in_bfloat16, block.forward)
+        for weight in block.parameters():
+            rounded = weight.data.bfloat16()
+            weight.data = rounded  # a frozen weight stays bfloat16
+            if weight.requires_grad:
+                # A bfloat16 is the upper half of a float32, so noise in the lower half rounds away at first. A step of
+                # 1 % of the distance to the next bfloat16 then takes 1 % of the weights there; without noise, none.
+                noise = torch.randint(-32767, 32768, weight.shape, dtype=torch.int32) * (rounded != 0)
+                weight.data = (rounded.float().view(torch.int32) + noise).view(torch.float32)
+
+
 def in_bfloat16(forward, *args, **kwargs):
-    """Call a block in bfloat16 on what is float32 outside."""
-    return cast(forward(*cast(args, torch.bfloat16), **cast(kwargs, torch.bfloat16)), torch.float32)
+    """Call a block in bfloat16 on inputs that are float32 outside of it, and return float32."""
+    for name, value in kwargs.items():
+        if name != "attention_mask":  # its lowest number would become -inf
+            kwargs[name] = cast(value, torch.bfloat16)
+    return cast(forward(*cast(args, torch.bfloat16), **kwargs), torch.float32)
 
 
 def cast(value, dtype):
-    """Cast floating-point tensors in tuples and dictionaries."""
-    if isinstance(value, dict):  # a mask's lowest number would become -inf
-        return {key: item if key == "attention_mask" else cast(item, dtype) for key, item in value.items()}
+    """Cast a floating-point tensor, or those in a tuple."""
     if isinstance(value, tuple):
         return tuple(cast(item, dtype) for item in value)
-    return value.to(dtype) if torch.is_tensor(value) and value.is_floating_point() else value
+    if torch.is_tensor(value) and value.is_floating_point():
+        return value.to(dtype)
+    return value
 
 
 class LogprobModel(nn.Module):
-    """The unit that is sharded: the LM head, too, is gathered for its forward pass."""
+    """A module that returns log-probabilities, so that FSDP gathers the LM head for its forward pass."""
 
     def __init__(self, model):
         super().__init__()
         self.model = model
+        self.bad_gradients = 0  # in a row
 
-    def forward(self, *inputs, adapters=True):
-        self.model.adapters = adapters  # without them it is what it was before training
-        return token_logprobs(self.model, *inputs)
+    def forward(self, batch, temperature, adapters=True):
+        self.model.adapters = adapters  # without adapters it is the initial model
+        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+        return token_logprobs(self.model, *(batch[name] for name in names), temperature)
 
 
-def open_run(args, policy, optimizer, report):
-    """Write args.json, or load a state; return the last step, or -1, and a bar."""
-    run_dir, last_step, rank, ranks = Path(args.run_dir), -1, dist.get_rank(), dist.get_world_size()
-    run = {"script": Path(__file__).stem, "entry": Path(sys.argv[0]).name, "ranks": ranks, "data": report}
-    weights = (getattr(weight, "_local_tensor", weight).detach() for weight in policy.parameters())
-    bits = sum(weight.float().view(torch.int32).sum() for weight in weights)
-    run["initial_weights"] = all_reduce(bits % 2**32) % 2**32
-    if args.resume is not None:
-        before = run | json.loads((run_dir / "args.json").read_text())["run"]
-        if changed := [f"{name} was {before[name]}, now {run[name]}" for name in run if run[name] != before[name]]:
-            raise SystemExit(f"--resume {run_dir}: {'; '.join(changed)}")
-        last_step = load_state(run_dir, policy, optimizer)
-        if last_step > args.num_steps:
-            raise SystemExit(f"--num-steps {args.num_steps}: the run has done {last_step} already")
-    if rank == 0:
-        with contextlib.suppress(OSError):  # after | head -1
-            print(*report, run_dir, sep="\n")
-        text = json.dumps(asdict(args) | {"resume": None, "run": run}, indent=2, default=str)
-        with one_line(f"--run-dir {run_dir} or --track: choose another, or --resume it"):
-            run_dir.mkdir(parents=True, exist_ok=args.resume is not None)
-            (run_dir / "args.unfinished").write_text(text)
-            (run_dir / "args.unfinished").replace(run_dir / "args.json")
-            wandb.init(name=run_dir.name, dir=run_dir, config=asdict(args), mode=None if args.track else "disabled")
-    return last_step, CLEANUP.enter_context(tqdm(total=args.num_steps, initial=max(0, last_step), disable=rank > 0))
+def open_run(args, policy, optimizer):
+    """Create the run's folder, or load the state of the run to resume; return the last step done."""
+    last_step = 0
+    if args.resume:
+        args.run_dir = args.resume
+        last_step = load_state(Path(args.run_dir), policy, optimizer)
+    elif not args.run_dir:
+        started = datetime.fromtimestamp(all_reduce(time.time(), dist.ReduceOp.MAX))  # the same on all ranks
+        args.run_dir = f"runs/{Path(__file__).stem}__{args.seed}__{started:%Y%m%d-%H%M%S-%f}"
+    if dist.get_rank() == 0:
+        print(f"{args.run_dir}: {args.precision} on {policy.model.device}, number of ranks: {dist.get_world_size()}")
+        settings = asdict(args) | {"resume": ""}
+        Path(args.run_dir).mkdir(parents=True, exist_ok=bool(args.resume))
+        Path(args.run_dir, "args.json").write_text(json.dumps(settings, indent=2))
+        Path(args.run_dir, "metrics.jsonl").touch()
+        if args.track:
+            wandb.init(name=args.run_dir, dir=args.run_dir, config=settings)
+    return last_step
 
 
 def load_state(run_dir, policy, optimizer):
-    """Load the newest state, cut off what was logged after it, and return its step."""
-    with one_line(f"--resume {run_dir}: there is no whole state to go on from"):
-        path = max((run_dir / "state").glob("[0-9]*"))
-        model, moments = dcp_state.get_state_dict(policy, optimizer)
-        dcp.load({"model": model}, checkpoint_id=path)
-        dcp.load({"optimizer": moments}, checkpoint_id=path, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
-        dcp_state.set_state_dict(policy, optimizer, model_state_dict=model, optim_state_dict=moments)
-    for log in [*run_dir.glob("metrics.jsonl"), *run_dir.glob("*samples.jsonl")] * (dist.get_rank() == 0):
-        with one_line(f"{log} is damaged"), log.open("r+b") as file:
-            kept = [line for line in file if line.endswith(b"\n") and json.loads(line)["step"] <= int(path.name)]
-            file.truncate(sum(map(len, kept)))
-    return int(path.name)
+    """Load the newest state, remove later lines from the logs, and return the state's step."""
+    folders = sorted(run_dir.glob("state/0*"))
+    if not folders:
+        raise SystemExit(f"--resume {run_dir}: this run has not saved a state; start it again without --resume")
+    model, moments = dcp_state.get_state_dict(policy, optimizer)
+    dcp.load({"model": model}, checkpoint_id=folders[-1])
+    # Weights that never had a gradient have no moments.
+    dcp.load({"optimizer": moments}, checkpoint_id=folders[-1], planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
+    dcp_state.set_state_dict(policy, optimizer, model_state_dict=model, optim_state_dict=moments)
+    step = int(folders[-1].name)
+    if dist.get_rank() == 0:
+        for log in [*run_dir.glob("metrics.jsonl"), *run_dir.glob("*samples.jsonl")]:
+            lines = [line for line in log.read_text().splitlines(True) if line.endswith("\n")]
+            log.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
+    return step
+
+
+def all_reduce(values, op=dist.ReduceOp.SUM):
+    """Reduce a number or a list of numbers over all ranks, in float64."""
+    values = torch.as_tensor(values, dtype=torch.float64, device="cpu")
+    dist.all_reduce(values, op)
+    return values.tolist()
 
 
 def catch_signals():
-    """A list that fills when Ctrl-C or SIGTERM asks to stop; a second stops at once."""
-    received = []
+    """Return a list to which Ctrl-C and SIGTERM append, and the previous handlers; a second signal stops at once."""
+    received, handlers = [], {}
 
     def request_stop(signum, _frame):
         received.append(signum)
-        signal.signal(signum, before[signum])
+        signal.signal(signum, handlers[signum])
         os.write(2, b"\nstopping after this step; once more to stop at once\n")
 
-    before = {signum: signal.signal(signum, request_stop) for signum in (signal.SIGINT, signal.SIGTERM)}
-    CLEANUP.callback(lambda: [signal.signal(*handler) for handler in before.items()])
-    return received
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        handlers[signum] = signal.signal(signum, request_stop)
+    return received, handlers
+
+
+def log_step(args, step, metrics):
+    """Log the metrics of a step, and print those of an evaluation."""
+    append_line(args, "metrics.jsonl", {"step": step} | metrics)
+    if dist.get_rank() > 0:
+        return
+    if args.track:
+        wandb.log({"step": step} | metrics)
+    found = [f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/")]
+    if found:
+        tqdm.write(f"step {step}: {', '.join(found)}")
+    recent = [line.get("reward/zero_std") for line in read_metrics(args)[-5:]]
+    if step % 5 == 0 and recent == [1.0] * 5:
+        tqdm.write(f"step {step}: no learning signal for five steps: all rewards within each group were equal")
+
+
+def append_line(args, name, row):
+    """Append a row to one of the run's jsonl files."""
+    if dist.get_rank() == 0:
+        with Path(args.run_dir, name).open("a") as file:
+            file.write(json.dumps(row, default=str) + "\n")
+
+
+def read_metrics(args):
+    """Read metrics.jsonl, one dictionary per line."""
+    return [json.loads(line) for line in Path(args.run_dir, "metrics.jsonl").read_text().splitlines()]
+
+
+@torch.no_grad()
+def evaluate(policy, rows, args):
+    """Return the mean negative log-likelihood of the trained tokens of held-out examples."""
+    own = rows[dist.get_rank() :: dist.get_world_size()]
+    batch = collate(own or rows[:1], policy.model.device)  # every rank takes part
+    total, count = 0.0, 0
+    for part in microbatches(batch, torch.arange(len(own), device=policy.model.device), args.microbatch_tokens):
+        logprobs, _ = policy(part, 1.0)
+        loss, _ = completion_loss(logprobs, part["completion_mask"])
+        total += loss.item()
+        count += part["completion_mask"].sum().item()
+    total, count = all_reduce([total, count])
+    return {"eval/loss": total / count, "eval/perplexity": math.exp(min(total / count, 700.0))}
+
+
+def collate(rows, device):
+    """Return a batch of tensors: prompts padded on the left, completions padded on the right."""
+    prompt_ids, prompt_mask = pad_left(rows, device)
+    completion_ids, completion_mask = pad_right([row["completion_ids"] for row in rows], device)
+    return {
+        "prompt_ids": prompt_ids,
+        "prompt_mask": prompt_mask,
+        "completion_ids": completion_ids,
+        "completion_mask": completion_mask,
+        "lengths": prompt_mask.sum(1) + completion_mask.sum(1),
+        "live": torch.ones(len(rows), dtype=torch.bool, device=device),
+    }
+
+
+def pad_left(prompts, device):
+    """Pad the ids of prompts on the left; return ids and mask (B, P)."""
+    rows = [torch.tensor(prompt["prompt_ids"]) for prompt in prompts]
+    padded = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1, padding_side="left").to(device)
+    return padded.clamp(min=0), (padded >= 0).long()
+
+
+def pad_right(rows, device):
+    """Pad lists of ids on the right; return ids and mask (B, T)."""
+    rows = [torch.tensor(row) for row in rows]
+    padded = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1).to(device)
+    return padded.clamp(min=0), (padded >= 0).long()
+
+
+def microbatches(batch, rows, max_tokens):
+    """Yield the live rows, longest first, in parts of up to max_tokens including padding, or of a single row."""
+    rows = rows[batch["live"][rows]]
+    rows = rows[batch["lengths"][rows].argsort(descending=True, stable=True)]
+    parts = []
+    while len(rows) > 0:
+        size = max(1, max_tokens // batch["lengths"][rows[0]].item())
+        parts.append(rows[:size])
+        rows = rows[size:]
+    # All ranks must make the same number of passes: ranks with fewer parts add a row whose tokens are all masked.
+    num_parts = int(all_reduce(max(1, len(parts)), dist.ReduceOp.MAX))
+    for index in inner_bar(parts, "microbatches"):
+        yield {name: values[index] for name, values in batch.items()} | {"rows": index}
+    for _ in range(num_parts - len(parts)):
+        part = {name: values[:1] for name, values in batch.items()} | {"rows": rows}
+        part["completion_mask"] = torch.zeros_like(part["completion_mask"])
+        yield part
 
 
 def pick_rows(rows, start, count, seed):
-    """Return rows from a start in endless passes over all, each in its own order."""
+    """Pick rows from place start on, in endless passes over all rows, each in another order."""
     order = []
     for epoch in range(start // len(rows), (start + count - 1) // len(rows) + 1):
         generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
         order += torch.randperm(len(rows), generator=generator).tolist()
-    return [rows[i] for i in order[start % len(rows) :][:count]]
-
-
-def collate(rows, pad_id, device):
-    """Return a batch: what comes before a row's first trained token is its prompt, the rest its completion."""
-    prompt_ids, prompt_mask = pad_left([row["ids"][: row["start"]] for row in rows], pad_id, device)
-    completions, trained = ([row[key][row["start"] :] for row in rows] for key in ("ids", "trained"))
-
-    def pad_right(rows, fill=0):
-        return nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], True, fill).to(device)
-
-    return {
-        "prompt_ids": prompt_ids,
-        "prompt_mask": prompt_mask,
-        "completion_ids": pad_right(completions, pad_id),
-        "completion_mask": pad_right([[1] * len(row) for row in completions]),
-        "loss_mask": pad_right(trained),
-        "lengths": torch.tensor([len(row["ids"]) for row in rows], device=device),
-    }
-
-
-def pad_left(rows, pad_id, device):
-    """Ids and mask (B, P) of lists of token ids, padded on the left."""
-    ids = [torch.tensor(row) for row in rows]  # one copy, not one a row
-    padded = partial(nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
-    return padded(ids, padding_value=pad_id).to(device), padded([torch.ones_like(row) for row in ids]).to(device)
-
-
-def microbatches(batch, rows, max_tokens):
-    """Cut rows, longest first, into parts of a row, or of up to max_tokens with padding."""
-    parts, longest, lengths = [], 0, batch["lengths"][rows].tolist()
-    for place in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
-        if parts and (len(parts[-1]) + 1) * longest <= max_tokens:
-            parts[-1].append(place)
-        else:
-            parts.append([place])
-            longest = lengths[place]
-    # Passes are collective: ranks with fewer parts add a row with masks of 0.
-    parts += [[]] * (int(all_reduce(max(1, len(parts)), dist.ReduceOp.MAX)) - len(parts))
-    for places in BAR(parts, "passes"):
-        index = rows[places] if places else rows.new_zeros(1)
-        part = {key: value[index] for key, value in batch.items()}
-        masks = [key for key in part if key.endswith("mask") and key != "prompt_mask"]
-        yield part | {key: part[key] * bool(places) for key in masks} | {"rows": index[: len(places)]}
+    first = start % len(rows)
+    return [rows[i] for i in order[first : first + count]]
 
 
 def step_optimizer(policy, optimizer, learning_rate, max_grad_norm):
-    """Clip the gradients and make a step, unless they are 0 or not finite; return their norm."""
+    """Clip the gradients and make an optimizer step, unless they are 0 or not finite; return their norm."""
     grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), max_grad_norm)
-    grad_norm = float(grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm)
-    optimizer.skipped = 0 if math.isfinite(grad_norm) else getattr(optimizer, "skipped", 0) + 1
-    if optimizer.skipped == 3:
-        raise SystemExit(f"gradients {grad_norm} three times in a row: is --learning-rate too high?")
+    if hasattr(grad_norm, "full_tensor"):  # FSDP's
+        grad_norm = grad_norm.full_tensor()
+    grad_norm = grad_norm.item()
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
-    if 0 < grad_norm < math.inf:  # at 0 AdamW would go on in the direction it had
-        optimizer.step()
+    policy.bad_gradients += 1
+    if math.isfinite(grad_norm):
+        policy.bad_gradients = 0
+        if grad_norm > 0:  # without a gradient AdamW would continue in its last direction
+            optimizer.step()
     optimizer.zero_grad()
+    if policy.bad_gradients == 3:
+        raise SystemExit(f"the gradient's norm was {grad_norm} three times in a row: lower --learning-rate?")
     return grad_norm
 
 
-@torch.no_grad()
-def evaluate(policy, rows, pad_id, args, rank, world_size):
-    """Mean negative log-likelihood of the trained tokens of held-out rows."""
-    share, device = rows[rank::world_size], policy.model.device
-    batch, totals = collate(share or rows[:1], pad_id, device), Counter()
-    for part in microbatches(batch, torch.arange(len(share), device=device), args.microbatch_tokens):
-        totals.update(microbatch_loss(policy, part)[1])
-    total, count = all_reduce([float(totals["loss/nll"]), float(totals["num_tokens"])])
-    return {"eval/loss": total / count, "eval/perplexity": math.exp(min(total / count, 700.0))}
-
-
-def log_step(args, step, metrics, progress):
-    """Log the metrics, print what an evaluation found, and move the bar."""
-    append_line(args, "metrics.jsonl", {"step": step} | metrics)
-    wandb.log({"step": step} | metrics)
-    progress.set_postfix({key: metrics[key] for key in ("pair/accuracy", "loss/nll", "score/mean") if key in metrics})
-    progress.update() if step > 0 else progress.unpause()
-    if found := [f"{name[5:]} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/")]:
-        with contextlib.suppress(OSError):  # after | head -1
-            tqdm.write(f"step {step}: {', '.join(found)}")
-
-
-def append_line(args, name, row):
-    """Append a row to a jsonl file of the run."""
-    path = Path(args.run_dir, name)
-    with one_line(f"{path}: mend it, then --resume {args.run_dir}"), path.open("a") as file:
-        file.write(json.dumps(row, default=str) + "\n")
-
-
 def save(run_dir, policy, optimizer, tokenizer, step):
-    """Write checkpoint/, a Hugging Face folder, then state/STEP, which --resume loads."""
-    checkpoint, unfinished = Path(run_dir, "checkpoint"), Path(run_dir, "checkpoint.unfinished")
-    state = Path(run_dir, "state", f"{step:08d}")
+    """Write checkpoint/, a Hugging Face model, and then state/STEP, which --resume loads."""
+    rank, run_dir = dist.get_rank(), Path(run_dir)
     options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = dcp_state.get_model_state_dict(policy.model, options=options)
-    for key in [key for key in weights if key.endswith(".lora_a.weight")]:
-        layer = key.removesuffix("lora_a.weight")
-        a, b = weights.pop(key), weights.pop(f"{layer}lora_b.weight")
-        weights[f"{layer}weight"] = weights[f"{layer}weight"] + b @ a * (LORA_ALPHA / len(a))
-    tied = policy.model.all_tied_weights_keys  # gathered from ranks they are two
-    weights = {key: weight.float() for key, weight in weights.items() if key not in tied}
-    fresh = not getattr(optimizer, "state", True)  # PPO's two have always made a step
+    weights = dcp_state.get_model_state_dict(policy.model, options=options)  # only on rank 0
+    unfinished = run_dir / "state/unfinished"
+    if rank == 0:
+        merge_adapters(weights)
+        tied = policy.model.all_tied_weights_keys  # gathering made copies of them
+        weights = {name: weight.float() for name, weight in weights.items() if name not in tied}
+        policy.model.save_pretrained(run_dir / "checkpoint.new", state_dict=weights)
+        tokenizer.save_pretrained(run_dir / "checkpoint.new")
+        shutil.rmtree(run_dir / "checkpoint", ignore_errors=True)
+        Path(run_dir, "checkpoint.new").rename(run_dir / "checkpoint")
+    fresh = isinstance(optimizer, torch.optim.Optimizer) and not optimizer.state
     model, moments = dcp_state.get_state_dict(policy, optimizer)
-    for values in optimizer.state.values() if fresh else ():
-        values["step"].zero_()  # made for the moments
-    with one_line(f"step {step} is not saved (no space left?): mend it, then --resume {run_dir}"):
-        if dist.get_rank() == 0:
-            policy.model.save_pretrained(unfinished, state_dict=weights)
-            tokenizer.save_pretrained(unfinished)
-            with contextlib.suppress(FileNotFoundError):  # it may not be removable
-                checkpoint.rename(f"{checkpoint}.{time.time_ns()}")
-            unfinished.rename(checkpoint)
-        dcp.save({"model": model, "optimizer": moments}, checkpoint_id=state.with_name("unfinished"))
-        if dist.get_rank() == 0:
-            state.with_name("unfinished").rename(state)  # last: what a kill cuts short is done again
-            for older in [*checkpoint.parent.glob("checkpoint.[0-9]*"), *sorted(state.parent.glob("[0-9]*"))[:-1]]:
-                shutil.rmtree(older, ignore_errors=True)
+    if fresh:  # get_state_dict made a step of 0 for the moments, which must not count
+        for values in optimizer.state.values():
+            values["step"].zero_()
+    dcp.save({"model": model, "optimizer": moments}, checkpoint_id=unfinished)
+    if rank == 0:
+        unfinished.rename(run_dir / f"state/{step:08d}")  # last, so that a killed save does not count
+        for older in sorted(run_dir.glob("state/0*"))[:-1]:
+            shutil.rmtree(older, ignore_errors=True)
 
 
-def end_run(args, progress, stop_signals):
-    """Print what improved and how to go on; after a signal exit as shells expect it."""
-    progress.close()
-    wandb.finish()
+def merge_adapters(weights):
+    """Add the adapters among these weights to the weights of their layers."""
+    for name in [name for name in weights if name.endswith("lora_a.weight")]:
+        layer = name.removesuffix("lora_a.weight")
+        a, b = weights.pop(name), weights.pop(layer + "lora_b.weight")
+        weights[layer + "weight"] = weights[layer + "weight"] + b @ a * (LORA_ALPHA / len(a))
+
+
+def end_run(args, stops, handlers):
+    """Print the first and last evaluation and how to continue; after a signal exit with its code."""
     if dist.get_rank() == 0:
-        lines = [*map(json.loads, Path(args.run_dir, "metrics.jsonl").read_text().splitlines())]
-        print(f"\n{lines[-1]['step']} steps in {sum(line.get('perf/step_seconds', 0) for line in lines):.0f} s")
-        for name in [name for name in lines[0] if name.startswith("eval/")]:
-            evaluated = [f"{line[name]:.3f}" for line in lines if name in line]
-            print(f"{name[5:]:15} {' -> '.join([evaluated[0], *evaluated[1:][-1:]])}")
+        evaluations = [row for row in read_metrics(args) if any(name.startswith("eval/") for name in row)]
+        if len(evaluations) > 1:
+            for name in evaluations[0]:
+                if name.startswith("eval/"):
+                    print(f"{name.removeprefix('eval/')} {evaluations[0][name]:.3f} -> {evaluations[-1][name]:.3f}")
         if Path(args.run_dir, "checkpoint").exists():
-            ranks, total = dist.get_world_size(), args.num_steps
-            if lines[-1]["step"] >= total:
-                total *= 2
-            call = f"torchrun --shutdown-timeout 3600 --nproc-per-node {ranks}" if ranks > 1 else "python"
-            print(f"checkpoint      {args.run_dir}/checkpoint, for --model and from_pretrained")
-            flags = f"{shlex.join(['--resume', str(args.run_dir)])} --num-steps {total}"
-            if Path(sys.argv[0]).name == Path(__file__).name:
-                print(f"to go on        {call} {shlex.join(sys.argv[:1])} {flags}")
-            else:  # a script that calls main, and may read no flags
-                own = f"Args(resume={str(args.run_dir)!r}, num_steps={total})"
-                print(f"to go on        {sys.argv[0]} with {own}, or {flags}")
-    CLEANUP.close()
-    if stop_signals:
-        raise SystemExit(128 + stop_signals[0])
+            print(f"model: {args.run_dir}/checkpoint; to continue: --resume {args.run_dir} --num-steps N")
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
+    dist.destroy_process_group()
+    if stops:
+        raise SystemExit(128 + stops[0])
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until catch_signals Ctrl-C just ends it
-    getattr(sys.stdout, "reconfigure", dict)(errors="replace")
-    for f in [f for f in fields(Args) if f.default is None]:  # its text names one
-        Args.__annotations__[f.name] = Annotated[f.type, tyro.conf.arg(help_behavior_hint="")]
-    with CLEANUP:
-        main(tyro.cli(Args))
+    sys.stdout.reconfigure(errors="replace")  # a letter that the terminal lacks must not end a run
+    main(parse_args())

@@ -11,22 +11,27 @@ import sys
 from pathlib import Path
 
 import torch
+from transformers import AutoTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from details import parse  # noqa: E402
+
 import grpo  # noqa: E402
 
 
-def main(name=str(ROOT / "models" / "tiny"), dataset=None):
-    tokenizer = grpo.load_tokenizer(name)
-    model, stop_ids = grpo.load_model(name, tokenizer)
-    args = grpo.resolve_args(grpo.Args(model=name, dataset=dataset))
-    _, prompts, _ = grpo.load_prompts(args.dataset, tokenizer, "", args.max_prompt_length, args.eval_prompts)
+def main(name=grpo.Args.model, dataset=grpo.Args.dataset):
+    grpo.init_ranks()
+    args = parse(grpo, "--model", name, "--dataset", dataset, "--system-prompt", "")
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    _, prompts = grpo.load_prompts(args, tokenizer)
+    policy = grpo.LogprobModel(grpo.load_model(name, tokenizer))
     torch.manual_seed(0)
     for label, num_samples, temperature in (("greedy", 1, 0.0), ("temperature 1", 8, 1.0)):
-        batch, texts = grpo.rollout(model, tokenizer, prompts, num_samples, temperature, stop_ids, args)
-        right = batch["rewards"] == 1
+        repeated = [prompt for prompt in prompts for _ in range(num_samples)]
+        _, texts = grpo.sample_completions(policy, tokenizer, repeated, temperature, args)
+        right = torch.tensor(grpo.score_completions(texts, repeated)) == 1
         works = torch.tensor([text.startswith("<think>") for text in texts])
         print(f"{label}: {len(texts)} completions of {len(prompts)} prompts")
         print(f"  right                    {right.float().mean():.3f}")

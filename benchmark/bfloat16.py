@@ -16,6 +16,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import torch
 import tyro
+from transformers import AutoTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -29,7 +30,7 @@ RESULT, PICTURE = ROOT / "benchmark" / "results" / "bfloat16.json", ROOT / "docs
 class Args:
     """Losses by step of each kind of blocks and rate."""
 
-    model: str = grpo.MODEL
+    model: str = str(ROOT / "models" / "tiny")
     """folder or hub name"""
     rates: list[float] = field(default_factory=lambda: [1e-6, 1e-5, 1e-7])
     """learning rates"""
@@ -42,21 +43,26 @@ class Args:
 
 
 def read_rows(tokenizer, device, count=16):
-    """Prompts and completions of the embedded task, padded, with the loss's mask."""
+    """A batch of prompts and completions of the embedded task."""
     lines = (ROOT / "data" / "addition" / "sft.jsonl").read_text().splitlines()[:count]
     rows = [json.loads(line) for line in lines]
-    prompts = grpo.pad_left([grpo.encode_prompt(tokenizer, row["prompt"], "") for row in rows], 0, device)
+    messages = [grpo.as_messages(row["prompt"], "") for row in rows]
+    prompts = [{"prompt_ids": grpo.encode_prompt(tokenizer, each)} for each in messages]
     stop = [grpo.find_turn_end(tokenizer)]
     completions = [tokenizer(row["completion"], add_special_tokens=False)["input_ids"] + stop for row in rows]
     longest = max(map(len, completions))
-    ids = torch.tensor([row + [0] * (longest - len(row)) for row in completions], device=device)
-    return *prompts, ids, torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in completions]).to(device)
+    ids = [row + [0] * (longest - len(row)) for row in completions]
+    mask = [[1] * len(row) + [0] * (longest - len(row)) for row in completions]
+    batch = {"completion_ids": torch.tensor(ids).to(device), "completion_mask": torch.tensor(mask).to(device)}
+    batch["prompt_ids"], batch["prompt_mask"] = grpo.pad_left(prompts, device)
+    return batch
 
 
-def train(model, inputs, kind, rate, steps, device):
+def train(model, batch, kind, rate, steps, device):
     """Losses (steps + 1) on the rows before each step and after the last."""
     loaded = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    policy = grpo.shard(grpo.LogprobModel(model), device, kind.partition(",")[0])
+    args = grpo.Args(precision=kind.partition(",")[0])
+    policy = grpo.shard(grpo.LogprobModel(model), args, device)
     for name, weight in policy.model.named_parameters():
         own = getattr(weight, "_local_tensor", weight).data
         if kind == KINDS[1]:
@@ -65,8 +71,8 @@ def train(model, inputs, kind, rate, steps, device):
             own.copy_(loaded[name])
     optimizer, losses = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True), []
     for step in range(steps + 1):
-        logprobs, _ = policy(*inputs, 1.0)
-        loss = -logprobs.sum() / inputs[3].sum()
+        logprobs, _ = policy(batch, 1.0)
+        loss = -logprobs.sum() / batch["completion_mask"].sum()
         losses.append(loss.item())
         if step < steps:
             loss.backward()
@@ -96,13 +102,13 @@ def table(results):
 def main(args):
     if not args.draw:
         _, _, device = grpo.init_ranks()
-        tokenizer, rows = grpo.load_tokenizer(args.model), []
-        inputs = read_rows(tokenizer, device)
+        tokenizer, rows = AutoTokenizer.from_pretrained(args.model), []
+        batch = read_rows(tokenizer, device)
         for rate in args.rates:
             for kind in args.kinds:
                 start = time.perf_counter()
-                model, _ = grpo.load_model(args.model, tokenizer)
-                losses = [round(loss, 4) for loss in train(model, inputs, kind, rate, args.steps, device)]
+                model = grpo.load_model(args.model, tokenizer)
+                losses = [round(loss, 4) for loss in train(model, batch, kind, rate, args.steps, device)]
                 rows.append({"kind": kind, "rate": rate, "losses": losses})
                 print(f"{rate:g} {kind}: {losses} ({time.perf_counter() - start:.0f} s)", flush=True)
         about = {"model": Path(args.model).name, "torch": torch.__version__, "device": device.type}

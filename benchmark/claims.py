@@ -35,7 +35,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from details import AS_IT_IS, DETAILS, edit, greedy
+from details import AS_IT_IS, DETAILS, edit, greedy, parse
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results" / "claims.csv"
@@ -59,46 +59,46 @@ PASS = (1, 4, 16, 64, 256)
 FRESH = "the first minibatch alone"  # so that every optimizer step has a rollout of its own
 ONE_MINIBATCH = [
     (
-        "for rows in order.tensor_split(minibatches_per_epoch)]",
-        "for rows in order.tensor_split(minibatches_per_epoch)][:1]",
-    ),
-    ("            later = first_epoch[1:] if args.update_epochs == 1 else first_epoch", "            later = []"),
+        "first_epoch = minibatches[:minibatches_per_epoch]  # every completion once",
+        "first_epoch = minibatches = minibatches[:1]",
+    )
 ]
 DELAYS = (1, 4, 16)
 
 
 def sampled_before(delay):
     """The edits by which the sampler is so many optimizer steps old, and the ratio one to its log-probabilities."""
-    rollout = "            with gathered(policy) as sampler:\n                batch, texts = rollout("
-    scored = '            batch["advantages"] = compute_advantages('
+    rollout = "        batch, texts = sample_completions(policy, tokenizer, prompts, args.temperature, args)"
     keep = "{key: value.clone() for key, value in policy.state_dict().items()}"
     return [
         (
             rollout,
-            f"            past = [*(past if step > 1 else []), {keep}][-{delay + 1} :]\n"
-            f"            policy.load_state_dict(past[0])\n{rollout}",
+            f"        past = [*(past if step > 1 else []), {keep}][-{delay + 1} :]\n"
+            f"        policy.load_state_dict(past[0])\n{rollout}\n        policy.load_state_dict(past[-1])",
         ),
-        (scored, f"            policy.load_state_dict(past[-1])\n{scored}"),
-        ('logprobs.detach() if on_policy else part["old_logprobs"],', 'part["sampler_logprobs"],'),
+        ('part["old_logprobs"],', 'part["sampler_logprobs"],'),
     ]
 
 
 # What no flag does: {name: [(what is replaced in the script, by what), ...]}; to these come those of details.py.
 PATCHES = {
     "divided by both": [DETAILS["dr_grpo"][f"divided by the {what}"][1][0] for what in ("own length", "std")],
-    "any right sum counts": [("if not right or (c in needed and {a, b} <= known):  # or", "if True:  # or")],
+    "any right sum counts": [
+        ("elif result in needed and {a, b} <= known:", "else:"),
+        ("needed.remove(result)", "needed.discard(result)"),
+    ],
     "reference follows": [
         (
-            "            # rollout: sample completions",
-            "            if step > 1 and step % 10 == 1:\n"
-            "                ref.load_state_dict(policy.state_dict())\n"
-            "            # rollout: sample completions",
+            "        # rollout: sample a group",
+            "        if step > 1 and step % 10 == 1:\n"
+            "            ref.load_state_dict(policy.state_dict())\n"
+            "        # rollout: sample a group",
         )
     ],
     FRESH: ONE_MINIBATCH,
     **{f"sampled {delay} steps ago": ONE_MINIBATCH + sampled_before(delay) for delay in DELAYS},
     "random rewards": [
-        ("    rewards = score_completions(", "    rewards = [*map(int, torch.rand(len(texts)) < 0.5)] or (")
+        ("torch.tensor(score_completions(texts, prompts), ", "torch.tensor((torch.rand(len(texts)) < 0.5).tolist(), ")
     ],
     "from step 31 on measured, not trained": [
         ("args.group_size, args.baseline)", 'args.group_size, args.baseline if step > 30 else "leave_one_out")'),
@@ -119,7 +119,7 @@ PATCHES |= {
 }
 
 COLUMNS = {  # column: key of metrics.jsonl; means over the steps of a row but for the sums
-    "completions": "rollout/completions",
+    "completions": "observed/completions",
     "seconds": "perf/step_seconds",
     "accuracy": "eval/accuracy",
     "pass@1": "eval/pass@1",
@@ -658,31 +658,27 @@ def make_base(name):
 def observe(script, patch, flags):
     """Run a script in this process; log more of every rollout: lengths and dots of right and wrong completions."""
     import torch
-    import tyro
+    from transformers import AutoTokenizer
 
     sys.path[:0] = [os.getcwd(), str(ROOT)]
     module = importlib.import_module(script)
-    plain, load, ids = getattr(module, "step_metrics", None), module.load_tokenizer, {}
+    args = parse(module, *flags)
+    plain, tokenizer = getattr(module, "step_metrics", None), AutoTokenizer.from_pretrained(args.model)
+    plus, dot, think = tokenizer.convert_tokens_to_ids(["+", ".", "<think>"])
 
-    def load_tokenizer(*inputs):
-        tokenizer = load(*inputs)
-        ids.update(
-            plus=tokenizer.convert_tokens_to_ids("+"),
-            dot=tokenizer.convert_tokens_to_ids("."),
-            think=tokenizer.convert_tokens_to_ids("<think>"),
-        )
-        return tokenizer
-
-    def step_metrics(totals, divisor, batch, group_size, clock):
-        metrics, right = plain(totals, divisor, batch, group_size, clock), batch["rewards"] > 0.5
-        mask, groups = batch["completion_mask"].bool(), right.view(-1, group_size)
-        terms = 1 + (batch["prompt_ids"] == ids["plus"]).sum(1)
-        dots = (mask & (batch["completion_ids"] == ids["dot"])).sum(1).float()
+    def step_metrics(totals, divisor, batch, *group_size):
+        metrics, right = plain(totals, divisor, batch, *group_size), batch["rewards"] > 0.5
+        metrics["observed/completions"] = len(right)
+        if not group_size:  # ppo_rlhf.py has no groups
+            return metrics
+        mask, groups = batch["completion_mask"].bool(), right.view(-1, *group_size)
+        terms = 1 + (batch["prompt_ids"] == plus).sum(1)
+        dots = (mask & (batch["completion_ids"] == dot)).sum(1).float()
         for name, values in (("length", mask.sum(1).float()), ("dots", dots)):
             for kind, rows in (("right", right), ("wrong", ~right)):
                 if rows.any():
                     metrics[f"observed/{name}_{kind}"] = values[rows].mean().item()
-        found = {"works": batch["completion_ids"][:, 0] == ids["think"]}
+        found = {"works": batch["completion_ids"][:, 0] == think}
         found |= {"all_right": groups.all(1), "all_wrong": ~groups.any(1)}
         for kind, rows in (("few", terms <= 5), ("many", terms > 5)):
             if rows.any():
@@ -691,20 +687,18 @@ def observe(script, patch, flags):
         metrics |= {f"observed/{name}": value.float().mean().item() for name, value in found.items()}
         return metrics | {"observed/clipped": sum(clipped)}
 
-    if script not in ("ppo_rlhf", "dpo"):  # which have no groups
-        module.load_tokenizer, module.step_metrics = load_tokenizer, step_metrics
+    if script != "dpo":  # which has no completions
+        module.step_metrics = step_metrics
     torch.set_num_threads(1)
     signal = watch_gradients(module)
-    module.main(tyro.cli(module.Args, args=flags))
+    module.main(args)
     if (found := signal()) is not None:
         at_the_end("run/metrics.jsonl", {"observed/signal": found})
     if script == "dpo":  # which does not sample
         at_the_end("run/metrics.jsonl", {"eval/accuracy": greedy("run/checkpoint")["greedy accuracy"]})
     if patch.startswith(MANY):
         model = "run/checkpoint" if Path("run/checkpoint").exists() else "models/long"
-        at_the_end(
-            "run/metrics.jsonl", sample_many(module, model, int(flags[flags.index("--seed") + 1]), OF_LONG in patch)
-        )
+        at_the_end("run/metrics.jsonl", sample_many(module, model, args.seed, OF_LONG in patch))
 
 
 def watch_gradients(module):
@@ -745,15 +739,18 @@ def at_the_end(log, metrics):
 def sample_many(module, model, seed, of_long):
     """Return pass@k, and the accuracy of the majority of k answers, of 256 completions a prompt."""
     import torch
+    from transformers import AutoTokenizer
 
     module.init_ranks()
-    tokenizer = module.load_tokenizer(model)
-    model, stop_ids = module.load_model(model, tokenizer)
-    args = module.resolve_args(module.Args(model="models/long", dataset="data/long", rollout_batch_size=256))
-    prompts = module.load_prompts(args.dataset, tokenizer, "", args.max_prompt_length, 128)[1]
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    policy = module.LogprobModel(module.load_model(model, tokenizer))
+    flags = "--model models/long --dataset data/long --rollout-batch-size 256 --eval-prompts 128"
+    args = parse(module, *flags.split())
+    _, prompts = module.load_prompts(args, tokenizer)
     prompts = [prompt for prompt in prompts if not of_long or prompt["prompt"].count("+") >= 5][:64]
+    repeated = [prompt for prompt in prompts for _ in range(PASS[-1])]
     torch.manual_seed(seed)
-    _, texts = module.sample_completions(model, tokenizer, prompts, PASS[-1], 1.0, stop_ids, args)
+    _, texts = module.sample_completions(policy, tokenizer, repeated, 1.0, args)
     answers = [text and module.parse_answer(text) for text in map(module.extract_answer, texts)]
     found = dict.fromkeys([f"observed/{name}@{k}" for name in ("pass", "maj") for k in PASS], 0.0)
     for i, prompt in enumerate(prompts):

@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
-FLAGS = {"minibatch_size": 8, "num_steps": 12, "eval_every": 4, "eval_prompts": 128}
+FLAGS = "--minibatch-size 8 --num-steps 12 --eval-every 4 --eval-prompts 128"
 RANGES = {"GRPO's clip, 0.2": (0.2, 0.2), "DAPO's clip, 0.2 and 0.28": (0.2, 0.28)}
 OBJECTIVES = ["DAPO's clip, 0.2 and 0.28", "CISPO"]
 BINS = (0.0, 0.01, 0.1, 0.5, 0.9, 1.01)  # of the probability at which a token was sampled
@@ -30,6 +30,7 @@ BINS = (0.0, 0.01, 0.1, 0.5, 0.9, 1.01)  # of the probability at which a token w
 def run(objective, seed, folder):
     """Train with this objective; return accuracies, and counts {kind: [tokens, lost to each range below and above]}."""
     import torch
+    from transformers import AutoTokenizer
 
     sys.path.insert(0, str(ROOT))
     import details
@@ -37,7 +38,7 @@ def run(objective, seed, folder):
     import cispo
 
     microbatches, policy_loss, part = cispo.microbatches, cispo.policy_loss, {}
-    counts, tokenizer = collections.defaultdict(lambda: [0] * 5), cispo.load_tokenizer(cispo.MODEL)
+    counts, tokenizer = collections.defaultdict(lambda: [0] * 5), AutoTokenizer.from_pretrained(cispo.Args.model)
     largest = [1.0]  # ratios
 
     def remembered(*args):
@@ -70,7 +71,7 @@ def run(objective, seed, folder):
         return total, metrics
 
     cispo.microbatches, cispo.policy_loss = remembered, loss
-    cispo.main(cispo.Args(seed=seed, run_dir=f"{folder}/run", **FLAGS))
+    cispo.main(details.parse(cispo, "--seed", seed, "--run-dir", f"{folder}/run", *FLAGS.split()))
     lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
     evaluations = [line for line in lines if "eval/accuracy" in line]
     first = next((line["step"] for line in evaluations if line["eval/accuracy"] >= 0.9), None)

@@ -28,24 +28,26 @@ SUM_OF_TOKENS = "loss = torch.where(mask, token_loss, 0.0).sum()"
 MEANS_OF_COMPLETIONS = "loss = (torch.where(mask, token_loss, 0.0).sum(1) / mask.sum(1).clamp(min=1)).sum()"
 PER_COMPLETION = "divisors.append(args.minibatch_size)  # a mean over completions"
 PER_TOKEN = 'divisors.append(max(1, all_reduce(batch["completion_mask"][rows].sum())))'
+NO_STOP_ID = ("return prompt_ids, completion_ids[: place + 1]", "return prompt_ids, completion_ids[:place]")
 MEANS_OF_MICROBATCHES = [
     (
-        "for part in microbatches(batch, rows, args.microbatch_tokens):",
-        "parts = [*microbatches(batch, rows, args.microbatch_tokens)]\n    for part in parts:",
+        "totals = Counter()\n    for part in microbatches(batch, rows, args.microbatch_tokens):",
+        "totals = Counter()\n    parts = [*microbatches(batch, rows, args.microbatch_tokens)]\n    for part in parts:",
     ),
     ("(loss / divisor).backward()", '(loss / part["completion_mask"].sum() / len(parts)).backward()'),
 ]
-OLD_LOGPROBS = "lookup_logprobs(policy, batch, later, args.microbatch_tokens, args.temperature)"
 OLD_OF_SAMPLER = [
-    (OLD_LOGPROBS, 'batch["sampler_logprobs"]'),
-    ('logprobs.detach() if on_policy else part["old_logprobs"]', 'part["old_logprobs"]'),
+    ("lookup_logprobs(policy, batch, first_epoch[1:], args)", 'batch["sampler_logprobs"]'),
+    ("if on_policy:", "if False:"),
 ]
 CENTRED = "advantages = groups - groups.mean(1, keepdim=True)"
-VALUES = "values = (self.critic(*inputs[:4]) - self.score_mean) / self.score_std"
-NO_TOOL = ("if call is None or", "if True or")
+VALUES = "values = (self.critic(batch) - self.score_mean) / self.score_std"
+PPO_BACKWARD = "        ((loss + error) / divisor).backward()"
+NO_TOOL = ('reply = tool_fn(text) or ""', 'reply = ""')
+NO_SAMPLER = ('part["sampler_logprobs"],', "None,")
 TOOL_TRAINED = [
-    ('part["action_mask"],\n            args.clip_eps', 'part["completion_mask"],\n            args.clip_eps'),
-    ('part.get("sampler_logprobs"),', "None,"),  # of the reply there are none
+    ('part["action_mask"] * part["completion_mask"]', 'part["completion_mask"]'),
+    NO_SAMPLER,  # of the reply there are none
 ]
 
 # {script: {name of the detail: (flags, [(what is replaced, by what), ...])}}
@@ -69,13 +71,9 @@ DETAILS = {
         "--temperature 0.7, log-probabilities at 1": (
             "--temperature 0.7",
             [
-                ('part["completion_mask"], args.temperature\n', 'part["completion_mask"], 1.0\n'),
-                (OLD_LOGPROBS, OLD_LOGPROBS.replace("args.temperature", "1.0")),
-                (
-                    "ref, batch, first_epoch, args.microbatch_tokens, args.temperature",
-                    "ref, batch, first_epoch, args.microbatch_tokens, 1.0",
-                ),
-                ('part.get("sampler_logprobs"),', "None,"),  # the sampler's weight would mend it
+                ("logprobs, entropies = policy(part, args.temperature)", "logprobs, entropies = policy(part, 1.0)"),
+                ("found, _ = policy(part, args.temperature)", "found, _ = policy(part, 1.0)"),
+                NO_SAMPLER,  # the sampler's weight would mend it
             ],
         ),
         "as it is, 16 updates": ("--minibatch-size 8", []),
@@ -97,8 +95,8 @@ DETAILS = {
             "",
             [
                 (
-                    'logprobs, part["advantages"], part["completion_mask"],',
-                    'logprobs, part["advantages"], part["completion_mask"] * (part["completion_ids"] != 5),',
+                    'part["completion_mask"],\n            part["sampler_logprobs"]',
+                    'part["completion_mask"] * (part["completion_ids"] != 5),\n            part["sampler_logprobs"]',
                 )
             ],
         ),
@@ -177,46 +175,49 @@ DETAILS = {
             [
                 (
                     "logprobs.sum(1).view(2, -1)",
-                    "(logprobs.sum(1) / completions[1].sum(1).clamp(min=1)).view(2, -1)",
+                    '(logprobs.sum(1) / flat["completion_mask"].sum(1).clamp(min=1)).view(2, -1)',
                 )
             ],
         ),
         "no reference": (
             "",
-            [('*part["ref_logprobs"].unbind(1)', '*(0.0 * part["ref_logprobs"]).unbind(1)')],
+            [('part["ref_logprobs"][: len(part["rows"])]', '(0.0 * part["ref_logprobs"][: len(part["rows"])])')],
         ),
         "stop token not appended": (
             "",
-            [("return ids[: ids.index(stop_id) + 1]", "return ids[: ids.index(stop_id)]")],
+            [NO_STOP_ID],
         ),
         "--beta 0.1": ("--beta 0.1", []),
         "--label-smoothing 0.1": ("--label-smoothing 0.1", []),
     },
     "ppo_rlhf": {
         AS_IT_IS: ("", []),
-        "advantages not whitened": ("", [('"advantages": whiten(advantages, mask)', '"advantages": advantages')]),
+        "advantages not whitened": (
+            "",
+            [('batch["advantages"] = whiten(advantages, mask)', 'batch["advantages"] = advantages')],
+        ),
         "value targets from whitened advantages": (
             "",
-            [('mask), "returns": returns}', 'mask), "returns": whiten(advantages, mask) + old_values}')],
+            [('batch["returns"] = returns', 'batch["returns"] = batch["advantages"] + batch["old_values"]')],
         ),
         "value model from the policy, new head": (
             "",
             [
                 (
-                    "load_reward_model(scorer, scorer_tokenizer, args.lora_rank, is_new)",
+                    "load_reward_model(scorer, scorer_tokenizer, args.lora_rank, new_head=not has_reward_model)",
                     "load_reward_model(args.model, tokenizer, args.lora_rank)",
                 ),
-                (VALUES, "values = self.critic(*inputs[:4])"),
+                (VALUES, "values = self.critic(batch)"),
             ],
         ),
         "KL in the loss": (
             "",
             [
-                ('batch.get("ref_logprobs"), mask, args.kl_coef)', 'batch.get("ref_logprobs"), mask, 0.0)'),
+                ("ref_logprobs, mask, args.kl_coef)", "ref_logprobs, mask, 0.0)"),
                 (
-                    "(ref_log_ratio.exp() - ref_log_ratio - 1).sum().detach()",
-                    "(ref_log_ratio.exp() - ref_log_ratio - 1).sum().detach()\n"
-                    "            loss = loss + args.kl_coef * (ref_log_ratio.exp() - ref_log_ratio - 1).sum()",
+                    PPO_BACKWARD,
+                    '        log_ratio = part["ref_logprobs"] - logprobs  # masked positions are 0 in both\n'
+                    f"        loss = loss + args.kl_coef * (log_ratio.exp() - log_ratio - 1).sum()\n{PPO_BACKWARD}",
                 ),
             ],
         ),
@@ -254,10 +255,15 @@ DETAILS = {
     },
     "sft": {
         AS_IT_IS: ("", []),
-        "stop token not trained": ("", [("len(before) <= k <= stop for k", "len(before) <= k < stop for k")]),
+        "stop token not trained": ("", [NO_STOP_ID]),
         "prompt trained too": (
-            "--max-completion-length 80",
-            [("len(before) <= k <= stop for k", "0 < k <= stop for k")],
+            "",
+            [
+                (
+                    '{"prompt_ids": prompt_ids, "completion_ids": completion_ids}',
+                    '{"prompt_ids": prompt_ids[:1], "completion_ids": prompt_ids[1:] + completion_ids}',
+                )
+            ],
         ),
         "mean of the rows' means": (
             "",
@@ -266,7 +272,7 @@ DETAILS = {
                     "-torch.where(loss_mask.bool(), logprobs, 0.0).sum()",
                     "-(torch.where(loss_mask.bool(), logprobs, 0.0).sum(1) / loss_mask.sum(1).clamp(min=1)).sum()",
                 ),
-                ('sum(sum(row["trained"]) for row in picked)', "len(picked)"),
+                ('sum(len(row["completion_ids"]) for row in picked)', "len(picked)"),
             ],
         ),
     },
@@ -304,11 +310,11 @@ DETAILS = {
         ),
     },
 }
-TO_COME = "advantages[row, :tokens] += reward"
+TO_COME = "advantages[row, :tokens] += advantage"
 DETAILS["grpo_process"] = {
     AS_IT_IS: ("", []),
-    "the final answer alone": ("", [(TO_COME, "advantages[row, :tokens] = reward")]),
-    "the steps before": ("", [(TO_COME, "advantages[row, tokens:] += reward")]),
+    "the final answer alone": ("", [(TO_COME, "advantages[row, :tokens] = advantage")]),
+    "the steps before": ("", [(TO_COME, "advantages[row, tokens:] += advantage")]),
     "every completion normalised by itself": (
         "",
         [
@@ -384,58 +390,76 @@ def measure(script, lines, checkpoint):
     return found
 
 
+def parse(script, *flags):
+    """The settings that a script's command line makes of these flags."""
+    before, sys.argv = sys.argv, [f"{script.__name__}.py", *map(str, flags)]
+    try:
+        return script.parse_args()
+    finally:
+        sys.argv = before
+
+
 def greedy(checkpoint):
     """Accuracy, mean length and share cut off of the greedy completions of the held-out prompts."""
+    from transformers import AutoTokenizer
+
     import grpo
 
-    tokenizer = grpo.load_tokenizer(str(checkpoint))
-    model, stop_ids = grpo.load_model(str(checkpoint), tokenizer)
-    args = grpo.resolve_args(grpo.Args(model=str(checkpoint)))
-    _, prompts, _ = grpo.load_prompts(args.dataset, tokenizer, "", args.max_prompt_length, args.eval_prompts)
-    batch, _ = grpo.rollout(model, tokenizer, prompts, 1, 0.0, stop_ids, args)
-    found = {"greedy accuracy": batch["rewards"].mean(), "length": batch["completion_mask"].sum(1).double().mean()}
-    return {name: float(value) for name, value in found.items()} | {
-        "truncated": float(batch["truncated"].double().mean())
+    grpo.init_ranks()
+    args, tokenizer = parse(grpo, "--model", checkpoint), AutoTokenizer.from_pretrained(checkpoint)
+    _, prompts = grpo.load_prompts(args, tokenizer)
+    policy = grpo.LogprobModel(grpo.load_model(checkpoint, tokenizer))
+    batch, texts = grpo.sample_completions(policy, tokenizer, prompts, 0.0, args)
+    return {
+        "greedy accuracy": statistics.mean(grpo.score_completions(texts, prompts)),
+        "length": batch["completion_mask"].sum(1).double().mean().item(),
+        "truncated": batch["truncated"].double().mean().item(),
     }
 
 
 def held_out_loss(checkpoint):
     """Mean negative log-likelihood of the held-out completions."""
+    from transformers import AutoTokenizer
+
     import sft
 
-    tokenizer, args = sft.load_tokenizer(str(checkpoint)), sft.resolve_args(sft.Args())
-    policy = sft.LogprobModel(sft.load_model(str(checkpoint), tokenizer)[0])
-    return sft.evaluate(policy, sft.load_conversations(args, tokenizer)[1], 0, args, 0, 1)["eval/loss"]
+    sft.init_ranks()
+    args, tokenizer = parse(sft, "--model", checkpoint), AutoTokenizer.from_pretrained(checkpoint)
+    policy = sft.LogprobModel(sft.load_model(checkpoint, tokenizer))
+    return sft.evaluate(policy, sft.load_chats(args, tokenizer)[1], args)["eval/loss"]
 
 
 def accuracy_by_kind(checkpoint):
     """Accuracy of a reward model on the held-out pairs of each kind."""
+    from transformers import AutoTokenizer
+
     import reward_model
 
-    tokenizer, args = reward_model.load_tokenizer(str(checkpoint)), reward_model.resolve_args(reward_model.Args())
-    lengths = args.max_prompt_length, args.max_completion_length, args.eval_prompts
-    pairs = reward_model.load_pairs(args.dataset, tokenizer, "", *lengths, reward_model.find_turn_end(tokenizer))[1]
+    reward_model.init_ranks()
+    args, tokenizer = parse(reward_model, "--model", checkpoint), AutoTokenizer.from_pretrained(checkpoint)
+    _, pairs = reward_model.load_pairs(args, tokenizer)
     rows = [json.loads(line) for line in Path(args.dataset, "test.jsonl").read_text().splitlines()]
-    policy = reward_model.ScoreModel(reward_model.load_reward_model(str(checkpoint), tokenizer, new_head=False))
+    policy = reward_model.ScoreModel(reward_model.load_reward_model(checkpoint, tokenizer, new_head=False))
     found = {}
     for kind in sorted({row["kind"] for row in rows}):
         some = [pair for row, pair in zip(rows, pairs, strict=True) if row["kind"] == kind]
-        metrics = reward_model.evaluate(policy, some, tokenizer.pad_token_id, args, 0, 1)
-        found[kind] = metrics["eval/pair_accuracy"]
+        found[kind] = reward_model.evaluate(policy, some, args)["eval/pair_accuracy"]
     return found
 
 
 def held_out_pairs(checkpoint):
     """Accuracy and log-ratios, sums over tokens with the stop token, on held-out pairs."""
+    from transformers import AutoTokenizer
+
     import dpo
 
-    tokenizer, args = dpo.load_tokenizer(str(checkpoint)), dpo.resolve_args(dpo.Args())
-    lengths = args.max_prompt_length, args.max_completion_length, args.eval_prompts
-    pairs = dpo.load_pairs(args.dataset, tokenizer, "", *lengths, dpo.find_turn_end(tokenizer))[1]
-    policy, ref = (dpo.LogprobModel(dpo.load_model(str(name), tokenizer)[0]) for name in (checkpoint, args.model))
-    for pair, *logprobs in zip(pairs, *dpo.look_up_pairs(dpo.pair_logprobs, ref, pairs, 0, args, 0, 1).tolist()):
+    dpo.init_ranks()
+    args, tokenizer = parse(dpo), AutoTokenizer.from_pretrained(checkpoint)
+    _, pairs = dpo.load_pairs(args, tokenizer)
+    policy, ref = (dpo.LogprobModel(dpo.load_model(name, tokenizer)) for name in (checkpoint, args.model))
+    for pair, logprobs in zip(pairs, dpo.look_up_pairs(ref, pairs, args).T.tolist()):
         pair["ref_logprobs"] = logprobs
-    found = dpo.evaluate_pairs(policy, pairs, 0, args, 0, 1)
+    found = dpo.evaluate_pairs(policy, pairs, args)
     names = {
         "pair accuracy": "accuracy",
         "chosen log ratio": "chosen_log_ratio",

@@ -54,6 +54,7 @@ DEFAULT_RUNS = {  # metric of the last evaluation, its least or most; what five 
     "sft": ("eval/loss", 1.23, 1.43),  # after 100 steps
 }
 
+AUTO = ["--precision", "auto"]  # bfloat16 on a GPU; the bundled model asks for float32
 TRAININGS = [("grpo", {}), ("grpo", {"lora_rank": 16}), ("grpo", {"gradient_checkpointing": True})]
 TRAININGS += [("ppo_rlhf", {}), ("dpo", {})]
 
@@ -104,9 +105,9 @@ def check_numbers(job):
     with grpo.gathered(policy) as sampler:
         sampled = grpo.generate(sampler, ids, mask, size["tokens"], 1.0, [], 0, with_logprobs=True)
     with torch.no_grad():
-        completion_ids, completion_mask, sampler_logprobs = sampled
-        logprobs, _ = policy(ids, mask, completion_ids, completion_mask, 1.0)
-    difference = logprobs - sampler_logprobs
+        batch = make_batch(ids, mask, *sampled)
+        logprobs, _ = policy(batch, 1.0)
+    difference = logprobs - batch["sampler_logprobs"]
     for start, end in ((0, 128), (128, 512), (512, 1024)):
         if start < size["tokens"]:
             part = difference[:, start:end]
@@ -141,30 +142,33 @@ def check_learning(grpo, policy, ids, mask, sampled, tokens):
     """Four optimizer steps towards completions, all of advantage 1, make these likelier."""
     import torch
 
-    completion_ids, completion_mask, sampler_logprobs = (tensor[:, :tokens] for tensor in sampled)
-    batch = {"prompt_ids": ids, "prompt_mask": mask, "completion_ids": completion_ids}
-    batch |= {"completion_mask": completion_mask, "sampler_logprobs": sampler_logprobs}
-    batch |= {"lengths": mask.sum(1) + completion_mask.sum(1), "advantages": torch.ones(len(ids), device=ids.device)}
-    args = grpo.Args(microbatch_tokens=16384, kl_coef=0.0)
+    batch = make_batch(ids, mask, *(tensor[:, :tokens] for tensor in sampled))
+    batch["lengths"] = mask.sum(1) + batch["completion_mask"].sum(1)
+    batch["advantages"] = torch.ones(len(ids), device=ids.device)
+    batch["live"] = batch["advantages"] != 0
+    args = grpo.Args(kl_coef=0.0)
     rows, means = torch.arange(len(ids), device=ids.device), []
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     for _ in range(4):
-        means.append(grpo.lookup_logprobs(policy, batch, [rows], args.microbatch_tokens, 1.0).mean().item())
+        batch["old_logprobs"] = grpo.lookup_logprobs(policy, batch, [rows], args)
+        means.append(batch["old_logprobs"].mean().item())
         grpo.accumulate_gradients(policy, batch, rows, len(ids), True, args)
-        norm = grpo.step_optimizer(policy, optimizer, 1e-4 if completion_ids.is_cuda else 1e-3, 1.0)
+        norm = grpo.step_optimizer(policy, optimizer, 1e-4 if ids.is_cuda else 1e-3, 1.0)
         yield "gradient norm", norm, "positive", 0 < norm < float("inf")
-    means.append(grpo.lookup_logprobs(policy, batch, [rows], args.microbatch_tokens, 1.0).mean().item())
+    means.append(grpo.lookup_logprobs(policy, batch, [rows], args).mean().item())
     yield "mean log-probability before four steps towards it", means[0], "", None
     yield "... and after", means[-1], "higher", means[-1] > means[0]
 
 
 def check_bfloat16(job):
     """How far ten steps of a small rate lower the loss: blocks in float32, in bfloat16, there with noise."""
+    from transformers import AutoTokenizer
+
     bfloat16, grpo = importlib.import_module("bfloat16"), importlib.import_module("grpo")
     _, _, device = grpo.init_ranks()
-    tokenizer, falls = grpo.load_tokenizer(job["model"]), {}
+    tokenizer, falls = AutoTokenizer.from_pretrained(job["model"]), {}
     for kind in (bfloat16.KINDS[0], bfloat16.KINDS[1], bfloat16.KINDS[3]):
-        model, _ = grpo.load_model(job["model"], tokenizer)
+        model = grpo.load_model(job["model"], tokenizer)
         losses = bfloat16.train(model, bfloat16.read_rows(tokenizer, device), kind, 1e-6, 10, device)
         falls[kind] = losses[0] - losses[-1]
         yield f"{kind}: fall of the loss", falls[kind], "", None
@@ -176,8 +180,8 @@ def check_resume(job):
     """A run of four steps in one go, and one that goes on after two."""
     folder, small = Path(job["folder"]), ["--prompts-per-step", "8", "--minibatch-size", "32", "--eval-prompts", "16"]
     steps = {}
-    run_script("grpo", ["--num-steps", "4", "--run-dir", str(folder / "whole"), *small])
-    run_script("grpo", ["--num-steps", "2", "--run-dir", str(folder / "half"), *small])
+    run_script("grpo", [*AUTO, "--num-steps", "4", "--run-dir", str(folder / "whole"), *small])
+    run_script("grpo", [*AUTO, "--num-steps", "2", "--run-dir", str(folder / "half"), *small])
     run_script("grpo", ["--resume", str(folder / "half"), "--num-steps", "4"])
     for name in ("whole", "half"):
         steps[name] = [line for line in read_metrics(folder / name) if line["step"] > 0]
@@ -197,20 +201,19 @@ def check_ranks(job):
         return
     run = Path(job["folder"]) / "run"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    run_script("grpo", ["--run-dir", str(run)], torchrun)
+    run_script("grpo", [*AUTO, "--run-dir", str(run)], torchrun)
     accuracy = read_metrics(run)[-1]["eval/accuracy"]
     yield "grpo.py on two processes: eval/accuracy", accuracy, "at least 0.96", accuracy >= 0.96
 
 
 def check_defaults(job):
-    """The run without flags of each script, four at a time."""
+    """The run of each script without flags but for the precision, four at a time."""
     folder = Path(job["folder"])
 
     def run(script):
         try:
-            run_script(
-                script, ["--run-dir", str(folder / script), *(["--num-steps", "100"] if script == "sft" else [])]
-            )
+            short = ["--num-steps", "100"] if script == "sft" else []
+            run_script(script, [*AUTO, "--run-dir", str(folder / script), *short])
             return read_metrics(folder / script)[-1]
         except RuntimeError as error:
             return str(error)
@@ -320,12 +323,13 @@ def time_training(job):
         return
     yield "flags for this GPU, by tools/memory.py", memory.as_flags(fit, before), "", None
     settings |= {name: value for name, value in vars(fit).items() if value != getattr(before, name)}
-    peaks, script.save = watch_peaks(script), lambda *_: None  # nothing is to be written
+    peaks, updates, script.save = watch_peaks(script), watch_updates(script), lambda *_: None  # nothing is written
     with contextlib.redirect_stdout(sys.stderr):
         script.main(script.Args(**settings))
     line = read_metrics(settings["run_dir"])[-1]
     yield "seconds a step", line["perf/step_seconds"], "", None
-    tokens, seconds = trained_tokens(job, line, size, settings)
+    tokens = trained_tokens(job, line, size, settings)
+    seconds = sum(updates[-len(updates) // settings["num_steps"] :])  # of the last step
     yield "update: tokens a second", tokens / seconds, "", None
     if job["peak_tflops"]:
         flops = flops_per_token(memory.count_models(config, job["script"]), size["length"])
@@ -360,6 +364,28 @@ def watch_peaks(script):
     return peaks
 
 
+def watch_updates(script):
+    """A list that gets the seconds of every call that is a part of an update."""
+    import torch
+
+    updates = []
+
+    def watched(function):
+        def timed(*inputs):
+            start = time.perf_counter()
+            found = function(*inputs)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            updates.append(time.perf_counter() - start)
+            return found
+
+        return timed
+
+    for name in ("accumulate_gradients", "step_optimizer"):
+        setattr(script, name, watched(getattr(script, name)))
+    return updates
+
+
 def flops_per_token(models, length):
     """Forward and backward, recomputing left out: 6 a weight that multiplies, and causal attention over the length."""
     weights = sum(model.blocks + (model.embedding if name == "policy" else 0) for name, model in models.items())
@@ -382,10 +408,10 @@ def training_settings(job, size):
 
 
 def trained_tokens(job, line, size, settings):
-    """Tokens that went forward and backward in a step, prompts left out, and the seconds it took."""
+    """Tokens that went forward and backward in a step, prompts left out."""
     if job["script"] == "dpo":
-        return 2 * settings["minibatch_size"] * size["length"], line["perf/step_seconds"]
-    return line["rollout/completions"] * line["rollout/length_mean"], line["perf/update_seconds"]
+        return 2 * settings["minibatch_size"] * size["length"]
+    return settings["prompts_per_step"] * settings.get("group_size", 1) * line["rollout/length_mean"]
 
 
 def make_pairs(folder, length):
@@ -431,17 +457,25 @@ def make_model(folder, size):
 
 def build(job, trained=True):
     """The policy of grpo.py, as its main makes it, or as it makes the reference, and the device."""
+    from transformers import AutoTokenizer
+
     grpo = importlib.import_module("grpo")
     _, _, device = grpo.init_ranks()
-    model, _ = grpo.load_model(job["model"], grpo.load_tokenizer(job["model"]))
-    return grpo.shard(grpo.LogprobModel(model.requires_grad_(trained)), device, "bfloat16"), device
+    model = grpo.load_model(job["model"], AutoTokenizer.from_pretrained(job["model"])).requires_grad_(trained)
+    return grpo.shard(grpo.LogprobModel(model), grpo.Args(precision="bfloat16"), device), device
 
 
 def make_prompts(rows, device, copies=1):
     """Random prompts of 8 to 16 ids, padded on the left, each several times in a row."""
     grpo, rng = importlib.import_module("grpo"), random.Random(1)
     prompts = [[rng.randrange(6, 28) for _ in range(rng.randint(8, 16))] for _ in range(rows // copies)]
-    return grpo.pad_left([prompt for prompt in prompts for _ in range(copies)], 0, device)
+    return grpo.pad_left([{"prompt_ids": prompt} for prompt in prompts for _ in range(copies)], device)
+
+
+def make_batch(prompt_ids, prompt_mask, completion_ids, completion_mask, sampler_logprobs):
+    """What the scripts call a batch, of prompts and what generate returns."""
+    batch = {"prompt_ids": prompt_ids, "prompt_mask": prompt_mask, "completion_ids": completion_ids}
+    return batch | {"completion_mask": completion_mask, "sampler_logprobs": sampler_logprobs}
 
 
 def gpu_gb():

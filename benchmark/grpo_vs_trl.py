@@ -206,7 +206,7 @@ def run_ours(job):
         steps.append(
             {
                 "rollout": line["perf/rollout_seconds"],
-                "update": line["perf/logprob_seconds"] + line["perf/update_seconds"],
+                "update": line["perf/step_seconds"] - line["perf/rollout_seconds"],
                 "length_mean": line["rollout/length_mean"],
                 "reward_mean": line["reward/mean"],
             }
@@ -227,7 +227,7 @@ def run_trl(job):
     # Prompts as text, the chat template already applied: TRL then has the least to do in its rollout.
     texts = []
     for prompt in rows["prompt"]:
-        ids = grpo.encode_prompt(tokenizer, prompt, settings.get("system_prompt", ""))
+        ids = grpo.encode_prompt(tokenizer, grpo.as_messages(prompt, settings.get("system_prompt", "")))
         texts.append(tokenizer.decode(ids) if tokenizer.chat_template else prompt)
         assert tokenizer(texts[-1])["input_ids"] == ids and len(ids) <= settings["max_prompt_length"]
     rows = rows.remove_columns("prompt").add_column("prompt", texts)

@@ -33,6 +33,7 @@ from threading import Lock
 import matplotlib.pyplot as plt
 import torch
 import tyro
+from transformers import AutoTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -186,6 +187,7 @@ def one(name, seed, threads):
     if "whole" not in looks_of(rows):  # else the run is made again for others to begin from
         steps = read_jsonl(folder / "metrics.jsonl")
         rows = [key | {metric: value * 1 for metric, value in line.items()} for line in steps]  # of False 0
+        count_completions(rows, json.loads((folder / "args.json").read_text()))
         rows.append(key | {"look": "whole", "step": steps[-1]["step"], "minutes": minutes, "gib": gib})
         evaluated = read_jsonl(folder / "eval_samples.jsonl")
         ends = [[line for line in evaluated if line["step"] == evaluated[end]["step"]] for end in (0, -1) if evaluated]
@@ -203,6 +205,16 @@ def one(name, seed, threads):
             samples += [key | {"look": look} | line for line in lines[:3]]
         rows.append(key | {"look": look} | found)
     return rows, samples
+
+
+def count_completions(rows, args):
+    """Add to the rows of steps how many completions each sampled, of dapo.py with those that it discards."""
+    before = 0
+    for row in rows:
+        if "reward/mean" in row:
+            consumed = row.get("rollout/prompts_consumed", before + args["prompts_per_step"])
+            row["rollout/completions"] = (consumed - before) * args.get("group_size", 1)
+            before = consumed
 
 
 def count_equations(lines):
@@ -225,15 +237,23 @@ def looks_of(rows):
 def pass_at(checkpoint, seed, num_prompts=100, num_samples=16):
     """{"eval/pass@k": of that many samples a prompt}, without bias (Chen et al. 2021, eq. 1)."""
     _, _, device = grpo.init_ranks()
-    tokenizer = grpo.load_tokenizer(checkpoint)
-    model, stop_ids = grpo.load_model(checkpoint, tokenizer)
-    _, prompts, _ = grpo.load_prompts(str(ROOT / MAWPS), tokenizer, BOXED, 160, num_prompts)
-    policy = grpo.shard(grpo.LogprobModel(model), device, "bfloat16")
+    args = grpo.Args(
+        model=checkpoint,
+        dataset=str(ROOT / MAWPS),
+        system_prompt=BOXED,
+        max_prompt_length=160,
+        max_completion_length=48,
+        precision="bfloat16",
+        eval_prompts=num_prompts,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    _, prompts = grpo.load_prompts(args, tokenizer)
+    policy = grpo.shard(grpo.LogprobModel(grpo.load_model(checkpoint, tokenizer)), args, device)
     torch.manual_seed(seed)
-    args = grpo.Args(max_completion_length=48)
-    with grpo.gathered(policy) as sampler:
-        batch, _ = grpo.rollout(sampler, tokenizer, prompts, num_samples, 1.0, stop_ids, args)
-    right = batch["rewards"].view(-1, num_samples).sum(1).tolist()
+    repeated = [prompt for prompt in prompts for _ in range(num_samples)]
+    _, texts = grpo.sample_completions(policy, tokenizer, repeated, 1.0, args)
+    rewards = grpo.score_completions(texts, repeated)
+    right = [sum(rewards[i : i + num_samples]) for i in range(0, len(rewards), num_samples)]
     wrong = {
         k: [math.comb(num_samples - int(n), k) / math.comb(num_samples, k) for n in right] for k in (1, 2, 4, 8, 16)
     }

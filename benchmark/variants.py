@@ -41,27 +41,32 @@ TABLES = {
 
 def run_crude(bits, weighted, flags):
     """Train grpo.py with a sampler whose weights are rounded to bits."""
-    import tyro
-
     sys.path.insert(0, str(ROOT))
+    from details import parse
+
     import grpo
 
-    whole_rollout, whole_loss = grpo.rollout, grpo.policy_loss
+    whole_sample, whole_evaluate, whole_loss = grpo.sample_completions, grpo.evaluate, grpo.policy_loss
 
-    def rollout(model, tokenizer, prompts, num_samples, *rest):
-        if num_samples > 1:  # evaluations, of one greedy completion, are of the policy itself
-            model = copy.deepcopy(model)
-            for weight in (weight for weight in model.parameters() if weight.ndim > 1):
-                step = weight.data.abs().amax(1, keepdim=True).clamp(min=1e-12) / (2 ** (bits - 1) - 1)
-                weight.data = (weight.data / step).round() * step
-        return whole_rollout(model, tokenizer, prompts, num_samples, *rest)
+    def sample_completions(policy, *rest):
+        policy = copy.deepcopy(policy)
+        for weight in (weight for weight in policy.parameters() if weight.ndim > 1):
+            step = weight.data.abs().amax(1, keepdim=True).clamp(min=1e-12) / (2 ** (bits - 1) - 1)
+            weight.data = (weight.data / step).round() * step
+        return whole_sample(policy, *rest)
+
+    def evaluate(*inputs):  # the policy itself
+        grpo.sample_completions = whole_sample
+        metrics = whole_evaluate(*inputs)
+        grpo.sample_completions = sample_completions
+        return metrics
 
     def policy_loss(*inputs):
         *inputs, sampler_logprobs, cap = inputs
         return whole_loss(*inputs, sampler_logprobs if weighted else None, cap)
 
-    grpo.rollout, grpo.policy_loss = rollout, policy_loss
-    grpo.main(tyro.cli(grpo.Args, args=flags))
+    grpo.sample_completions, grpo.evaluate, grpo.policy_loss = sample_completions, evaluate, policy_loss
+    grpo.main(parse(grpo, *flags))
 
 
 def metrics_of(program, run_dir):

@@ -21,7 +21,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tiny import build_model, pad_right
+from tiny import build_model, pad_right, parse
 
 import grpo
 
@@ -185,7 +185,7 @@ def train(runs=RUNS, path=RESULTS, **settings):
         edit_policy_loss(*EDITS[name])
         with tempfile.TemporaryDirectory() as folder:
             with contextlib.redirect_stdout(sys.stderr):
-                grpo.main(grpo.Args(kl_coef=kl_coef, run_dir=f"{folder}/run", **settings))
+                grpo.main(parse(grpo, kl_coef=kl_coef, run_dir=f"{folder}/run", **settings))
             lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
         kl, length = ([line[key] for line in lines[1:][-5:]] for key in ("policy/ref_kl", "rollout/length_mean"))
         row = [f"{kl_coef:g}", name, f"{lines[-1]['eval/accuracy']:.3f}", f"{lines[-1]['eval/pass@1']:.3f}"]

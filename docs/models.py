@@ -15,29 +15,29 @@ These {count} architectures (`model_type` in config.json) train. Of each a small
 with its own forward pass of each sequence alone: log-probabilities and gradients of padded batches, and samples of
 padded groups whose rows finish at different times. Sparse attention (`index_topk`) was compared where it still keeps
 all tokens. Others may train as well: at start a script that samples compares that with training on beginnings of one
-prompt, and ends in one line where it finds a difference. Models that also read images are trained on text alone.
+prompt, and ends with an error where it finds a difference. Models that also read images are trained on text alone.
 
-`zamba` and `zamba2`, whose blocks share weights, train in float32 on one process only, and are not tested.
-`--lora-rank` needs weights in linear layers: experts that are held together, and GPT-2's layers, get no adapters, and a
-model without any linear layer in its blocks is refused."""
+`zamba` and `zamba2`, whose blocks share weights, train in float32 on one process only, and are not tested. `biogpt` and
+`ctrl` name no blocks, so nothing of them can compute in bfloat16: they need `--precision float32`. `--lora-rank` needs
+weights in linear layers: experts that are held together, and GPT-2's layers, get no adapters, and a model without any
+linear layer in its blocks has nothing to train."""
 SCORED = """
 `reward_model.py`, and the value and reward models of `ppo_rlhf.py`, need a sequence classification class. transformers
 has no such class for """
 REFUSAL = """
 ## Refused
 
-The check at the start ends the run in one line. The first of these have a cache that sampling cannot use, since prompts
-of a batch are padded, groups share a prompt and finished rows leave; the others a head or a body that the scripts do
-not reproduce.
+The check at the start ends the run. The first of these have a cache that sampling cannot use, since prompts of a batch
+are padded, groups share a prompt and finished rows leave; the others a head or a body that the scripts do not
+reproduce.
 
-| architecture | in the line |
+| architecture | in the error |
 |---|---|"""
 TEMPLATES = """
 ## Chat templates without a system message
 
 Those of Gemma 1 and 2 and of some Mistral models refuse one. With the default `--system-prompt` of real models the run
-then ends in one line with the template's own words: give `--system-prompt ""`, and put what is to be said into the
-prompts."""
+then ends with the template's own words: give `--system-prompt ""`, and put what is to be said into the prompts."""
 
 
 def render(trained, refused):

@@ -7,9 +7,9 @@ Docstrings and help texts are left out of the comparison; the papers' formulas a
 """
 
 import ast
-import dataclasses
 import difflib
 import importlib
+import json
 import sys
 from pathlib import Path
 
@@ -18,18 +18,19 @@ PATH = ROOT / "docs" / "side_by_side.md"
 # One sentence a hunk, in the order of the hunks.
 NOTES = {
     "reinforce": [
-        "`--baseline` is one of three words.",
         "One optimizer step per rollout: no minibatches, no passes over old completions; the warm-up is RLOO's 3 %.",
-        "No clipping and no KL term; b is the subject of this script.",
+        "No clipping and no KL term; b is the subject of this script, and `--baseline` is one of three words.",
         "Rᵢ − bᵢ with b = 0, the mean of the group, or (RLOO, section 2.3) the mean of the others; no 1/std R.",
-        "Williams' eq. 11, (R − b) ∇ log π, whose log-probabilities are summed over the tokens of a completion. "
-        "There is no ratio, so there are no log-probabilities of an older policy.",
+        "There is no ratio, so there are no log-probabilities of an older policy: the sampler's weight is π_θ / "
+        "π_sampler.",
+        "Williams' eq. 11, (R − b) ∇ log π, whose log-probabilities are summed over the tokens of a completion.",
+        "Every step is on policy.",
         "What policy_loss takes.",
         "Without a baseline one completion per prompt is enough.",
         "No reference model: RLOO has its KL penalty in the reward, which is left out (Departures).",
         "One optimizer step per rollout.",
-        "The policy gradient holds for the policy that sampled: one step, whose divisor is the number of completions.",
-        "One divisor and one gradient norm a step.",
+        "The policy gradient holds for the policy that sampled: one step, whose divisor is the number of completions; "
+        "without KL term, a row of zero advantage has no gradient at all.",
     ],
     "dr_grpo": [
         "No KL term (table 6).",
@@ -37,42 +38,41 @@ NOTES = {
         "No reference model.",
         "The constant is an argument.",
         "Lengths are not needed.",
-        "The second bias: a constant in place of 1/|oᵢ| (listing 1).",
-        "No KL term (table 6).",
-        "What policy_loss takes.",
+        "The second bias: a constant in place of 1/|oᵢ| (listing 1); no KL term (table 6); a truncated completion "
+        "counts as wrong, as in the authors' code.",
+        "No reference model.",
         "What policy_loss takes.",
         "No reference model.",
-        "A truncated completion counts as wrong, as in the authors' code.",
-        "Without KL term, a row of zero advantage has no gradient at all.",
+        "The reward that training sees; without KL term, a row of zero advantage has no gradient at all.",
         "No reference model.",
         "The reward that training sees.",
     ],
     "dapo": [
-        "Sizes: with two rounds a step, 20 steps sample about what the others sample in 40. The most rounds of dynamic "
-        "sampling.",
-        "Sizes: 20 rollouts of warm-up, several updates per rollout (section 4.1).",
+        "The most rounds of dynamic sampling.",
+        "20 rollouts of warm-up, several updates per rollout (section 4.1).",
         "Two clip ranges (section 3.1), no KL term (section 2.3), and the buffer of eq. 13: a fifth of the limit.",
         "Two clip ranges, and no reference model.",
         "Lengths are not needed.",
-        "Clip-higher (section 3.1).",
-        "Eq. 8's sum over all tokens in place of a mean per completion (section 3.3).",
-        "The same ranges in the metrics; no KL term; the soft overlong punishment of eq. 13; the constraint of eq. 11; "
-        "dynamic sampling (section 3.2): sample until the batch is full of groups neither all right nor all wrong.",
+        "Clip-higher (section 3.1), in the metrics as well.",
+        "Eq. 8's sum over all tokens in place of a mean per completion (section 3.3), without KL term; the soft "
+        "overlong punishment of eq. 13; the constraint of eq. 11; dynamic sampling (section 3.2): sample until the "
+        "batch is full of groups neither all right nor all wrong.",
         "What policy_loss takes.",
-        "The new setting.",
-        "No reference model (section 2.3). A resumed run goes on where the run before stopped consuming prompts.",
-        "Dynamic sampling in place of one rollout; the reward is +1 or −1 (eq. 7) plus the punishment of eq. 13.",
-        "Only groups with signal are trained on; without KL term, a row of zero advantage has no gradient at all.",
-        "No reference model.",
+        "No reference model (section 2.3); a resumed run goes on where the run before stopped consuming prompts.",
+        "Dynamic sampling in place of one rollout; the reward is +1 or −1 (eq. 7) plus the punishment of eq. 13; "
+        "without KL term, a row of zero advantage has no gradient at all.",
+        "Only groups with signal are trained on, and there is no reference model.",
         "The token mean (section 3.3), here over the whole optimizer step, as in the authors' code.",
-        "What dynamic sampling costs.",
+        "What dynamic sampling costs, and the reward that training sees.",
     ],
     "gspo": [
         "Four minibatches per rollout (section 5.1).",
         "The two clip ranges of section 5.1, and no KL term, which the paper leaves out.",
         "Two clip ranges, and no reference model.",
-        "Eq. 5 and 7: one ratio per completion, the geometric mean of its tokens' ratios, and one clip per completion. "
-        "The sampler's weight is such a mean, too: unclipped, weight times ratio is eq. 7 against what sampled.",
+        "A completion has one ratio, as it has one advantage.",
+        "Eq. 7: the geometric mean of its tokens' ratios; a completion that is clipped counts with all its tokens.",
+        "Eq. 5, and no KL term; the sampler's weight is such a mean, too: unclipped, weight times ratio is eq. 7 "
+        "against what sampled.",
         "What policy_loss takes.",
         "No reference model.",
         "Without KL term, a row of zero advantage has no gradient at all.",
@@ -80,13 +80,14 @@ NOTES = {
     ],
     "cispo": [
         "More optimizer steps of each rollout, nearer to the paper's sixteen (section 3.1).",
-        "One range, above: the paper sets ε_low so that it never binds (section 3.1). No KL term (section 3.1).",
+        "One range, above: the paper sets ε_low so that it never binds, and has no KL term (section 3.1).",
         "One range, and no reference model.",
         "Lengths are not needed.",
-        "Eq. 5: the ratio is a weight, capped, through which no gradient flows.",
+        "Eq. 5: the ratio is a weight, capped, through which no gradient flows; no token loses its gradient, and what "
+        "is counted is how many are capped, whatever their advantage.",
         "Eq. 4: the weight times the policy gradient, of every token, in place of the smaller of two surrogates, of "
-        "which one has no gradient where it is clipped; the sum over all tokens in place of a mean per completion.",
-        "No token loses its gradient; what is counted is how many are capped, whatever their advantage. No KL term.",
+        "which one has no gradient where it is clipped; the sum over all tokens in place of a mean per completion; no "
+        "KL term.",
         "What policy_loss takes.",
         "No reference model.",
         "Without KL term, a row of zero advantage has no gradient at all.",
@@ -95,31 +96,31 @@ NOTES = {
     ],
     "grpo_process": [
         "To find the token that ends a step.",
-        "To say that no step was found.",
-        "Section 4.1.3: what the steps are and what each is worth, where they end among the tokens, and their rewards, "
-        "normalised over all steps of the group and summed from a token on. The final answer is the last step.",
+        "Section 4.1.3: what the steps are and what each is worth, where they end among the tokens, and their "
+        "rewards, normalised over all steps of the group and summed from a token on; the final answer is the last "
+        "step.",
         "A token has its own advantage.",
-        "The steps of every completion, in place of its reward.",
-        "A completion has as many advantages as tokens.",
-        "rollout/live counts completions with an advantage at any token. How many steps were found; none is said.",
+        "The steps of every completion, in place of its reward; a completion has as many advantages as tokens.",
+        "How many steps were found; none is said.",
     ],
     "grpo_tools": [
-        "To say that a tool failed.",
         "How a real model is told to call the tool.",
-        "No KL term. How much of a text the tool sees, and may say.",
-        "The tool, and the tokens after which it is asked; its reply as token ids, whatever it does; and what "
-        "`generate` tells every draw, which writes replies over the draws that follow, with the log-probability −inf.",
+        "How much of a text the tool sees, and may say; no KL term.",
+        "The tool, and what `generate` asks for every draw: after certain tokens it asks the tool, whose reply it "
+        "writes over the draws that follow, with the log-probability −inf.",
         "No KL term.",
         "No KL term.",
         "No KL term.",
+        "Of a row that only keeps pace with the other ranks no token counts.",
         "What policy_loss takes: the mask of the policy's own tokens, so that the tool's are in no loss and no mean.",
         "Nor in the entropy and the count of tokens.",
+        "No reference model; the tool.",
+        "Evaluations have the tool, too.",
+        "What was drawn has a finite log-probability, what was replied has not; without KL term, a row of zero "
+        "advantage has no gradient at all.",
         "No reference model.",
-        "What was drawn has a finite log-probability, what was replied has not.",
-        "Without KL term, a row of zero advantage has no gradient at all.",
-        "No reference model.",
-        "How much of the completions the tool wrote.",
-        "An evaluation without a call is said.",
+        "How often and how much the tool wrote; a step without any reply is said.",
+        "Evaluations have the tool, too.",
     ],
 }
 
@@ -225,19 +226,22 @@ y_w and y_l are the preferred and the other completion of a pair, s their scores
 prompt."""
 
 
-def updates_per_rollout(script, real):
-    """The optimizer steps that a script makes of each rollout by default."""
-    kind = "real" if real else "embedded"
-    settings = dataclasses.fields(importlib.import_module(script).Args)
-    defaults = {setting.name: setting.metadata.get(kind, setting.default) for setting in settings}
-    completions = defaults["prompts_per_step"] * defaults.get("group_size", 1)
-    return completions // defaults.get("minibatch_size", completions) * defaults.get("update_epochs", 1)
+def updates_per_rollout(script):
+    """The optimizer steps that a script makes of each rollout by default: of the embedded model, and of a real one."""
+    named = json.loads((ROOT / "models" / "tiny" / "config.json").read_text(encoding="utf-8"))["task_defaults"]
+    real = vars(importlib.import_module(script).Args())
+    found = []
+    for settings in (real | named | named.get(script, {}), real):
+        completions = settings["prompts_per_step"] * settings.get("group_size", 1)
+        minibatch_size = settings["minibatch_size"] if "minibatch_size" in real else completions
+        found.append(completions // minibatch_size * settings.get("update_epochs", 1))
+    return found
 
 
 def render():
     sys.path.insert(0, str(ROOT))
     columns = ("reinforce", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "ppo_rlhf")
-    updates = [f"{updates_per_rollout(s, False)}, {updates_per_rollout(s, True)}" for s in columns]
+    updates = ["{}, {}".format(*updates_per_rollout(script)) for script in columns]
     row = "| updates per rollout (embedded, real) | {} |".format
     text = [HEAD + row(" | ".join(updates[:-1])), MORE + FOOT + row(" | ".join(["-", "-", "-", updates[-1]])), NAMES]
     for script, notes in NOTES.items():

@@ -43,15 +43,16 @@ def run(program, calls):
     return values
 
 
-def read_prompt(read, row, **limits):
+def read_prompt(read, row, **settings):
     """Read a row as grpo.py does; refuse one whose tests cannot be scored."""
-    item = read(row, **limits)
-    try:  # a text is the reason why it is dropped
-        calls, _ = ((), ()) if isinstance(item, str) else zip(*json.loads(item["answer"]), strict=True)
-        all(compile(call.strip(), "call", "eval") for call in calls)
-    except Exception:
-        raise ValueError("its answer is not a JSON list of expressions and values, [call, value]") from None
-    return item
+    prompts = read(row, **settings)
+    for prompt in prompts:  # one, or none if it is dropped
+        try:
+            calls, _ = zip(*json.loads(prompt["answer"]), strict=True)
+            all(compile(call.strip(), "call", "eval") for call in calls)
+        except Exception:
+            raise ValueError("its answer is not a JSON list of expressions and values, [call, value]") from None
+    return prompts
 
 
 @lru_cache(2**13)
@@ -82,4 +83,4 @@ if __name__ == "__main__":
 
     grpo.read_prompt = partial(read_prompt, grpo.read_prompt)
     grpo.is_right, grpo.reward_fn, grpo.score_completions = is_right, reward_fn, score_completions
-    grpo.main(grpo.tyro.cli(grpo.Args))
+    grpo.main(grpo.parse_args())

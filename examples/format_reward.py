@@ -43,4 +43,4 @@ def score_completions(completions, rows, accuracy_weight=0.8, format_weight=0.2)
 grpo.score_completions = score_completions
 
 if __name__ == "__main__":
-    grpo.main(grpo.tyro.cli(grpo.Args))
+    grpo.main(grpo.parse_args())

@@ -15,6 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from transformers import AutoTokenizer
 
 import dpo
 
@@ -22,40 +23,55 @@ QUESTION = "{}\n\nAnswer A:\n{}\n\nAnswer B:\n{}\n\nWhich of the two answers to 
 
 
 def read_pair(row, tokenizer, given):
-    """Return a pair and what is asked about it, once or in both orders, in the form that dpo.py has pairs in."""
+    """Return a pair and what is asked about it, once or in both orders, in the form that dpo.py has pairs in.
+
+    Nothing is asked without a prompt, of an empty answer, of two that are the same to the tokenizer, as may be A and
+    B, and where it would take more than --max-length tokens.
+    """
     prompt, *texts = dpo.split_pair(row, tokenizer.chat_template is not None)
-    said = prompt if isinstance(prompt, str) else "\n\n".join(f"{t['role']}: {t['content']}" for t in prompt or [])
-    prompts, ends, stop = [prompt], texts, [dpo.find_turn_end(tokenizer)]
-    if given.by == "chat":
-        prompts, ends, stop = [QUESTION.format(said, *order) for order in (texts, texts[::-1])], "AB", []
-    a, b = (tokenizer(text, add_special_tokens=False)["input_ids"] + stop for text in ends)
-    if not said or not all(map(str.strip, texts)) or texts[0] == texts[1] or a == b:
-        return "no prompt, an empty answer, or two that are the same to the tokenizer, as may be A and B"
-    asked = [{"prompt_ids": dpo.encode_prompt(tokenizer, p, ""), "chosen_ids": a, "rejected_ids": b} for p in prompts]
-    if max(sum(map(len, pair.values())) for pair in asked) > given.max_length:
-        return f"more than {given.max_length} tokens in all"
-    return {"prompt": prompt, "texts": texts, "kind": row.get("kind"), "asked": asked}
+    if not prompt or not all(map(str.strip, texts)) or texts[0] == texts[1]:
+        return []
+    messages, asked = dpo.as_messages(prompt, ""), []
+    if given.by == "logprob":
+        (prompt_ids, a), (_, b) = (dpo.encode_completion(tokenizer, messages, text) for text in texts)
+        asked.append({"prompt_ids": prompt_ids, "chosen_ids": a, "rejected_ids": b})
+    else:
+        said = prompt
+        if isinstance(prompt, list):
+            said = "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+        a, b = (tokenizer(letter, add_special_tokens=False)["input_ids"] for letter in "AB")
+        for order in (texts, texts[::-1]):
+            prompt_ids = dpo.encode_prompt(tokenizer, dpo.as_messages(QUESTION.format(said, *order), ""))
+            asked.append({"prompt_ids": prompt_ids, "chosen_ids": a, "rejected_ids": b})
+    if a == b or max(sum(map(len, pair.values())) for pair in asked) > given.max_length:
+        return []
+    return [{"prompt": prompt, "texts": texts, "kind": row.get("kind"), "asked": asked}]
 
 
 @torch.no_grad()
-def compare(policy, pairs, pad_id):
+def compare(policy, pairs):
     """Mean log-probability per token of the chosen completion of every pair, less that of the rejected one: (N,)."""
     margins = []
     for start in range(0, len(pairs), 8):
-        part = dpo.collate_pairs(pairs[start : start + 8], pad_id, policy.model.device)
-        chosen, rejected = dpo.pair_logprobs(policy, part | {"rows": range(len(part["lengths"]))})
-        margins.append(chosen / part["chosen_mask"].sum(1) - rejected / part["rejected_mask"].sum(1))
+        part = dpo.collate_pairs(pairs[start : start + 8], policy.model.device)
+        logprobs = dpo.pair_logprobs(policy, part | {"rows": range(len(part["lengths"]))})
+        chosen, rejected = logprobs / part["completion_mask"].sum(2).T  # (2, n)
+        margins.append(chosen - rejected)
     return torch.cat(margins).cpu()
 
 
 def main(given):
     Path(given.out).exists() and sys.exit(f"--out {given.out} exists: choose another")
-    tokenizer = dpo.load_tokenizer(given.model)
-    rows, _, report = dpo.load_rows(given.dataset, 0, lambda row: read_pair(row, tokenizer, given))
-    model, asked = dpo.load_model(given.model, tokenizer)[0], [pair for row in rows for pair in row["asked"]]
-    dpo.check_model(model, asked[0]["prompt_ids"], max(sum(map(len, pair.values())) for pair in asked))
-    policy = dpo.LogprobModel(model.to("cuda" if torch.cuda.is_available() else "cpu"))
-    margins = compare(policy, asked, tokenizer.pad_token_id or 0).view(len(rows), -1)  # (N, 1), by chat (N, 2)
+    _, _, device = dpo.init_ranks()
+    tokenizer = AutoTokenizer.from_pretrained(given.model)
+    rows, _ = dpo.load_rows(given.dataset, 0, lambda row: read_pair(row, tokenizer, given))
+    if not rows:
+        sys.exit("there is nothing to judge: no prompts, no answers, none that the tokenizer tells apart, as A and B")
+    asked = [pair for row in rows for pair in row["asked"]]
+    model = dpo.load_model(given.model, tokenizer)
+    dpo.check_context(model, max(sum(map(len, pair.values())) for pair in asked))
+    dpo.check_logprobs(model, asked[0]["prompt_ids"] + asked[0]["chosen_ids"])
+    margins = compare(dpo.LogprobModel(model.to(device)), asked).view(len(rows), -1)  # (N, 1), by chat (N, 2)
     if given.by == "chat":  # log odds of A, first where the chosen completion is A, then where it is B
         as_a = (margins > 0).float().mean(1)  # the share of A in the two answers
         print(f"position bias: {as_a.mean():.3f} of answers are A, {(as_a != 0.5).sum()} pairs get one letter twice")
@@ -64,7 +80,7 @@ def main(given):
     pairs = [{"prompt": r["prompt"], "chosen": r["texts"][m < 0], "rejected": r["texts"][m > 0]} for r, m in decided]
     Path(given.out).parent.mkdir(parents=True, exist_ok=True)
     Path(given.out).write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    print(f"{report[0]}; written: {given.out}, {len(decided)} pairs; the judge agrees with the label in")
+    print(f"written: {given.out}, {len(decided)} pairs; the judge agrees with the label in")
     for kind in ("all", *sorted({row["kind"] for row in rows} - {None})):
         agrees = [margin > 0 for row, margin in decided if kind in ("all", row["kind"])]
         print(f"{sum(agrees) / max(1, len(agrees)):.3f} of {len(agrees)}  {kind}")
@@ -73,8 +89,8 @@ def main(given):
 if __name__ == "__main__":
     add = (parser := argparse.ArgumentParser(description="Label pairs by a model's verdict.")).add_argument
     add("--by", choices=("logprob", "chat"), default="logprob", help="(default: logprob)")
-    add("--model", default=dpo.MODEL, help="folder or hub name of the judge (default: models/tiny)")
-    add("--dataset", default=dpo.DATASET, help="pairs as dpo.py takes them (default: data/preferences)")
+    add("--model", default=dpo.Args.model, help="folder or hub name of the judge (default: models/tiny)")
+    add("--dataset", default=dpo.Args.dataset, help="pairs as dpo.py takes them (default: data/preferences)")
     add("--out", required=True, help="file of prompt, chosen and rejected; ties are left out")
     add("--max-length", type=int, default=2048, help="tokens of all that is asked at once (default: 2048)")
     main(parser.parse_args())

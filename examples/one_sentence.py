@@ -22,12 +22,8 @@ from tqdm import tqdm
 import grpo
 
 WORD, MOST = "because", 15
-
-
-TASK = {  # instructions, whose answers are not read
-    "dataset": str(Path(__file__).resolve().parents[1] / "data" / "manners"),
-    "system_prompt": f"Answer in one sentence of at most {MOST} words that has the word {WORD} in it.",
-}
+ASK = f"Answer in one sentence of at most {MOST} words that has the word {WORD} in it."
+DATASET = str(Path(__file__).resolve().parents[1] / "data" / "manners")  # instructions, whose answers are not read
 
 
 def checks(completion):
@@ -47,4 +43,6 @@ def score_completions(completions, _rows):
 grpo.score_completions = score_completions
 
 if __name__ == "__main__":
-    grpo.main(grpo.tyro.cli(grpo.Args, default=grpo.Args(**TASK)))
+    if not any(word.startswith("--resume") for word in sys.argv):  # a run keeps its own
+        sys.argv[1:1] = ["--dataset", DATASET, "--system-prompt", ASK]  # of a flag that comes twice the last one counts
+    grpo.main(grpo.parse_args())

@@ -49,10 +49,8 @@ def tokenizer():
 
 @pytest.fixture(autouse=True)
 def signals():
-    """Ctrl-C ends the tests, also after a main that has failed; what that has left for the next main to undo goes."""
+    """Ctrl-C ends the tests, also after a main that has failed."""
     before = [(signum, signal.getsignal(signum)) for signum in (signal.SIGINT, signal.SIGTERM)]
     yield
     for handled in before:
         signal.signal(*handled)
-    for module in [module for module in list(sys.modules.values()) if "CLEANUP" in vars(module)]:
-        module.CLEANUP.pop_all()

@@ -5,11 +5,11 @@ import sys
 from pathlib import Path
 
 import torch
-from tiny import TINY, load, pad_right, write_jsonl
+from tiny import TINY, load, pad_right, parse, write_jsonl
 
 import dapo
 
-GROUP_SIZE, MAX_COMPLETION_LENGTH, OVERLONG_BUFFER = 4, 16, 8
+GROUP_SIZE, MAX_COMPLETION_LENGTH, OVERLONG_BUFFER = 4, 16, 0.5
 # A completion by its letter: (is it right?, tokens).
 KINDS = {"r": (True, 8), "w": (False, 7), "h": (True, 12), "R": (True, 16), "W": (False, 16)}
 # A group by its letter: mixed, solved, not solved.
@@ -27,7 +27,9 @@ def write_prompts(path, count):
 def read_prompts(dataset):
     """The prompts that main trains on, in the order of the file."""
     _, tokenizer = load(dapo, TINY)
-    return dapo.load_prompts(dataset, tokenizer, "", 32, 0)[0]
+    rows, _ = dapo.load_splits(dataset, 0)
+    args = parse(dapo, dataset=dataset)
+    return [prompt for row in rows for prompt in dapo.read_prompt(row, tokenizer, args)]
 
 
 def assign(prompts, places, letters, seed=1):
@@ -72,7 +74,7 @@ def run(folder, run_dir):
     dapo.generate = scripted_generate(tokenizer, patterns, rounds)
     settings = {"num_steps": len(STEPS), "prompts_per_step": 4, "max_rounds": MAX_ROUNDS, "group_size": GROUP_SIZE}
     settings |= {"max_completion_length": MAX_COMPLETION_LENGTH, "overlong_buffer": OVERLONG_BUFFER}
-    dapo.main(dapo.Args(dataset=dataset, run_dir=str(run_dir), minibatch_size=16, eval_prompts=0, **settings))
+    dapo.main(parse(dapo, dataset=dataset, run_dir=run_dir, minibatch_size=16, eval_prompts=0, **settings))
     return rounds
 
 

@@ -2,13 +2,13 @@
 
 import json
 import sys
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from tiny import PROMPTS, TINY, build_model
+from tiny import PROMPTS, TINY, build_model, parse
 from tiny import SCRIPTS as ONLINE
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
@@ -22,15 +22,14 @@ NUM_STEPS, ROWS_PER_STEP, GROUP_SIZE = 2, 4, 4
 # One prompt for all, so that what is sampled differs by random numbers alone; the answers name the rows.
 ROWS = [{"prompt": "12+34=", "answer": str(i), "completion": str(i)} for i in range(1, 11)]
 SETTINGS = {"num_steps": NUM_STEPS, "prompts_per_step": ROWS_PER_STEP, "group_size": GROUP_SIZE, "max_rounds": 1}
-SETTINGS |= {"max_completion_length": 12, "overlong_buffer": 4, "eval_prompts": 0, "reward_model": "none", "seed": 5}
+SETTINGS |= {"max_completion_length": 12, "overlong_buffer": 0.34, "eval_prompts": 0, "reward_model": "none", "seed": 5}
 SETTINGS |= {"learning_rate": 1e-3, "warmup_steps": 0, "temperature": 3.0}
 
 
 def make_args(name, folder, run_dir):
     sizes = {"minibatch_size": ROWS_PER_STEP if name in ("sft", "ppo_rlhf") else ROWS_PER_STEP * GROUP_SIZE}
     given = SETTINGS | sizes | {"dataset": f"{folder}/rows.jsonl", "run_dir": f"{folder}/{run_dir}"}
-    names = [field.name for field in fields(SCRIPTS[name].Args)]
-    return SCRIPTS[name].Args(**{key: value for key, value in given.items() if key in names})
+    return parse(SCRIPTS[name], **{key: given[key] for key in given if hasattr(SCRIPTS[name].Args, key)})
 
 
 def run(name, folder):
@@ -39,33 +38,38 @@ def run(name, folder):
     """
     script, seen, divisors = SCRIPTS[name], [], []
     script.reward_fn = lambda text, _answer: float(sum(text.encode()) % 2)
-    script.save = script.end_run = lambda *_: None  # which would end the group of ranks
+    ranks = dist.get_rank(), dist.get_world_size(), torch.device("cpu")
+    script.init_ranks = lambda: ranks  # all scripts share one group of ranks, which end_run would end
+    script.save = script.end_run = script.check_model = lambda *_: None
     if name == "sft":
         collate, tokenizer = script.collate, AutoTokenizer.from_pretrained(TINY)
 
         def recorded(rows, *rest):
-            answers = [tokenizer.decode(row["ids"][row["start"] :], skip_special_tokens=True) for row in rows]
+            answers = [tokenizer.decode(row["completion_ids"], skip_special_tokens=True) for row in rows]
             seen.append({"answers": answers})
             return collate(rows, *rest)
 
         script.collate = recorded
     else:
-        rollout = script.rollout
+        sample_completions, generate = script.sample_completions, script.generate
 
-        def recorded(model, tokenizer, prompts, *rest):
+        def recorded_generate(model, *rest):
             draws = torch.rand(3, generator=torch.Generator().set_state(torch.get_rng_state())).tolist()
-            batch, texts = rollout(model, tokenizer, prompts, *rest)
             weights = sum(parameter.double().sum().item() for parameter in model.parameters())
-            answers = [prompt["answer"] for prompt in prompts]
-            seen.append({"answers": answers, "texts": texts, "weights": weights, "draws": draws})
+            seen.append({"weights": weights, "draws": draws})
+            return generate(model, *rest)
+
+        def recorded_sample(policy, tokenizer, prompts, *rest):
+            batch, texts = sample_completions(policy, tokenizer, prompts, *rest)
+            answers = [prompt["answer"] for prompt in prompts[:: 1 if name == "ppo_rlhf" else GROUP_SIZE]]
+            seen[-1] |= {"answers": answers, "texts": texts}
             return batch, texts
 
-        script.rollout = recorded
+        script.generate, script.sample_completions = recorded_generate, recorded_sample
     accumulate = script.accumulate_gradients
 
     def recorded_accumulate(policy, batch, rows, divisor, *rest):
-        mask = batch["loss_mask" if name == "sft" else "completion_mask"]
-        divisors.append([float(divisor), mask[rows].sum().item()])
+        divisors.append([float(divisor), batch["completion_mask"][rows].sum().item()])
         return accumulate(policy, batch, rows, divisor, *rest)
 
     script.accumulate_gradients = recorded_accumulate
@@ -79,18 +83,22 @@ def sample_gathered(precision):
     noise, randint = [], torch.randint
     torch.randint = lambda *given, **more: [drawn := randint(*given, **more), noise.append(drawn.sum().item())][0]
     torch.manual_seed(dist.get_rank())
-    policy = grpo.shard(grpo.LogprobModel(model), plain.device, precision, gradient_checkpointing=True)
+    args = SimpleNamespace(precision=precision, gradient_checkpointing=True)
+    policy = grpo.shard(grpo.LogprobModel(model), args, plain.device)
     torch.randint, noises = randint, [grpo.all_reduce(sum(noise), op) for op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX)]
-    for block in plain.model.layers if precision == "bfloat16" else ():
-        block.bfloat16().forward = partial(grpo.in_bfloat16, block.forward)
-    prompts = *grpo.pad_left(PROMPTS, 0, plain.device), 8, 1.0, [1, 3], 0, True
+    if precision == "bfloat16":
+        plain.get_input_embeddings().register_forward_hook(lambda _module, _inputs, output: output.bfloat16())
+        for block in plain.model.layers:
+            block.bfloat16().forward = partial(grpo.in_bfloat16, block.forward)
+    prompts = *grpo.pad_left([{"prompt_ids": ids} for ids in PROMPTS], plain.device), 8, 1.0, [1, 3], 0, True
     with grpo.gathered(policy) as sampler:
         torch.manual_seed(0)
         sampled = grpo.generate(sampler, *prompts)
         inputs = *prompts[:2], *sampled[:2], 1.0
         scored = grpo.token_logprobs(sampler, *inputs)[0]
     torch.manual_seed(0)
-    expected, (logprobs, _) = grpo.generate(plain, *prompts), policy(*inputs)
+    batch = dict(zip(("prompt_ids", "prompt_mask", "completion_ids", "completion_mask"), inputs))
+    expected, (logprobs, _) = grpo.generate(plain, *prompts), policy(batch, 1.0)
     logprobs.sum().backward()
     weights, num_ranks = list(policy.parameters()), dist.get_world_size()
     sharded = [weight for weight in weights if isinstance(weight, DTensor)]

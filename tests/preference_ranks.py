@@ -19,15 +19,7 @@ PAIRS = [
     {"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected}
     for prompt, chosen, rejected in zip(PROMPTS, COMPLETIONS, [*COMPLETIONS[3:], [5, 1, 0, 1], [1, 7, 1], [2, 1]])
 ]
-# Of each text some tokens are trained, as of a chat with several turns.
-TEXTS = [
-    {
-        "ids": prompt + completion,
-        "start": len(prompt),
-        "trained": [False] * len(prompt) + [t % 3 < 2 for t in completion],
-    }
-    for prompt, completion in ((pair["prompt_ids"], [3, *pair["chosen_ids"]]) for pair in PAIRS)
-]
+TEXTS = [{"prompt_ids": prompt, "completion_ids": completion} for prompt, completion in zip(PROMPTS, COMPLETIONS)]
 INPUTS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
 NAMES = [f"{name}{idle}" for name in ("reward_model", "dpo", "ppo_rlhf") for idle in ("", ", one rank idle")]
 
@@ -52,7 +44,7 @@ def make_ppo_batch(policy):
     """The batch of make_batch with advantages, old values and returns of every token."""
     batch = make_batch(policy.model)
     with torch.no_grad():
-        _, _, values = policy(*(batch[key] for key in INPUTS), 0.7)
+        _, _, values = policy(batch, 0.7)
     noise = torch.randn(3, *values.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     mask = batch["completion_mask"]
     batch["advantages"] = noise[0] * mask
@@ -61,14 +53,13 @@ def make_ppo_batch(policy):
 
 def evaluate_each(evaluate, policy, pairs, args):
     """Evaluations on all pairs, on three, and on one, of which the second rank has none."""
-    rank, world_size, _ = dpo.init_ranks()
-    return [evaluate(policy, pairs[:count], PAD_ID, args, rank, world_size) for count in (8, 3, 1)]
+    return [evaluate(policy, pairs[:count], args) for count in (8, 3, 1)]
 
 
 def run_reward_model(share, device, live_rows):
     args = reward_model.Args(microbatch_tokens=BUDGET)
-    policy = reward_model.shard(reward_model.ScoreModel(build_scorer()), device)
-    batch = reward_model.collate_pairs([PAIRS[i] for i in share], PAD_ID, device)
+    policy = reward_model.shard(reward_model.ScoreModel(build_scorer()), args, device)
+    batch = reward_model.collate_pairs([PAIRS[i] for i in share], device)
     rows = torch.tensor([share.index(row) for row in live_rows if row in share], dtype=torch.long)
     metrics = sum_over_ranks(reward_model.accumulate_gradients(policy, batch, rows, 8, args))
     results = {"gradient": gradient_of_parameters(policy), "metrics": metrics}
@@ -76,13 +67,12 @@ def run_reward_model(share, device, live_rows):
 
 
 def run_dpo(share, device, live_rows):
-    rank, world_size, _ = dpo.init_ranks()
     args = dpo.Args(microbatch_tokens=BUDGET, beta=0.3, label_smoothing=0.1)
-    reference = dpo.shard(dpo.LogprobModel(build_model("llama", scale=5.5)), device)
-    found = dpo.look_up_pairs(dpo.pair_logprobs, reference, PAIRS, PAD_ID, args, rank, world_size)
+    reference = dpo.shard(dpo.LogprobModel(build_model("llama", scale=5.5)), args, device)
+    found = dpo.look_up_pairs(reference, PAIRS, args)
     pairs = [pair | {"ref_logprobs": logprobs} for pair, *logprobs in zip(PAIRS, *found.tolist())]
-    policy = dpo.shard(dpo.LogprobModel(build_model("llama")), device)
-    batch = dpo.collate_pairs([pairs[i] for i in share], PAD_ID, device)
+    policy = dpo.shard(dpo.LogprobModel(build_model("llama")), args, device)
+    batch = dpo.collate_pairs([pairs[i] for i in share], device)
     batch["ref_logprobs"] = torch.tensor([pairs[i]["ref_logprobs"] for i in share], device=device)
     rows = torch.tensor([share.index(row) for row in live_rows if row in share], dtype=torch.long)
     metrics = sum_over_ranks(dpo.accumulate_gradients(policy, batch, rows, 8, args))
@@ -98,14 +88,13 @@ def run_ppo(share, device, live_rows):
     width = narrow["completion_mask"].shape[1]
     narrow |= {key: narrow[key][:, :width] for key in ("advantages", "old_values", "returns")}
     for part in (policy.actor, policy.critic):
-        ppo_rlhf.shard(part, device)
-    every_row = torch.arange(len(share))
-    logprobs, _, values = ppo_rlhf.look_up(policy, narrow, [every_row], args.microbatch_tokens, args.temperature)
+        ppo_rlhf.shard(part, args, device)
+    logprobs, values = ppo_rlhf.lookup_logprobs(policy, narrow, [torch.arange(len(share))], args)
     mask = narrow["completion_mask"]
     whitened = ppo_rlhf.whiten(narrow["advantages"], mask)
     rows = torch.tensor([share.index(row) for row in live_rows if row in share], dtype=torch.long)
     metrics = sum_over_ranks(ppo_rlhf.accumulate_gradients(policy, narrow, rows, 30, False, args))
-    metrics["ptx"] = ppo_rlhf.accumulate_ptx(policy, ppo_rlhf.collate([TEXTS[i] for i in share], PAD_ID, device), args)
+    metrics["ptx"] = ppo_rlhf.accumulate_ptx(policy, ppo_rlhf.collate([TEXTS[i] for i in share], device), args)
     metrics["explained_variance"] = ppo_rlhf.explained_variance(narrow["returns"], narrow["old_values"], mask)
     tokens = torch.stack([logprobs, values, whitened])
     return {"gradient": gradient_of_parameters(policy), "metrics": metrics, "tokens": tokens}

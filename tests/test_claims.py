@@ -9,6 +9,7 @@ import claims
 import details
 import pytest
 from test_copies import ROOT
+from tiny import load, parse
 
 import grpo
 
@@ -128,14 +129,13 @@ def test_the_page_has_the_numbers_of_the_csv_and_few_words():
 
 
 def test_the_model_names_the_limit_of_its_task_and_so_do_its_checkpoints(tmp_path):
-    assert grpo.resolve_args(grpo.Args()).max_completion_length == 48
-    assert grpo.resolve_args(grpo.Args(model=LONG)).max_completion_length == 112
-    assert grpo.resolve_args(grpo.Args(model=LONG, max_completion_length=60)).max_completion_length == 60
-    tokenizer = grpo.load_tokenizer(LONG)
-    model, _ = grpo.load_model(LONG, tokenizer)
+    assert parse(grpo).max_completion_length == 48
+    assert parse(grpo, model=LONG).max_completion_length == 112
+    assert parse(grpo, model=LONG, max_completion_length=60).max_completion_length == 60
+    model, tokenizer = load(grpo, LONG)
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    assert grpo.resolve_args(grpo.Args(model=str(tmp_path))).max_completion_length == 112
+    assert parse(grpo, model=tmp_path).max_completion_length == 112
 
 
 def test_what_is_observed_of_a_run_agrees_with_what_it_logs():

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-MARKER = "# ---- below: plumbing, byte-identical in every script that has it, in the order in which main calls it\n"
+MARKER = "# ---- below: functions that are byte-identical in all scripts that have them, "
+MARKER += "in the order in which main calls them\n"
 CLIPPED = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "grpo_process", "grpo_tools")
 ONLINE = ("reinforce", *CLIPPED)
 BLOCK = ONLINE  # all that stands below the line is one text
@@ -18,27 +19,33 @@ LOGPROBS = ("sft", "dpo", *SAMPLED)
 ALL = (*LOGPROBS, "reward_model")
 # {scripts: what is identical in them}; a name comes twice where two families have each their own.
 SHARED = {
-    ALL: """by_model init_ranks resolve_args one_line all_reduce check_args load_tokenizer find_turn_end
-        encode_prompt load_rows add_adapters find_blocks shard in_bfloat16 cast open_run load_state
-        catch_signals pick_rows pad_left microbatches step_optimizer append_line save end_run""",
-    LOGPROBS: "load_model find_stop_ids token_logprobs head_logprobs LogprobModel",
-    SAMPLED: """check_model is_right reward_fn score_completions read_prompt parse_answer generate
-        sample_tokens gathered rollout sample_completions extract_answer""",
-    ("sft", "dpo"): "check_model",
+    ALL: """init_ranks all_reduce find_precision load_rows load_splits as_messages encode_prompt find_turn_end
+        add_adapters find_blocks shard compute_in_bfloat16 in_bfloat16 cast open_run load_state catch_signals pick_rows
+        pad_left microbatches step_optimizer append_line log_step read_metrics save merge_adapters end_run""",
+    ("dpo", "reward_model", *SAMPLED): "parse_args",
+    LOGPROBS: "load_model token_logprobs head_logprobs LogprobModel",
+    ("sft", *SAMPLED): "find_column",
+    SAMPLED: """is_right reward_fn score_completions read_prompt check_model generate sample_tokens gathered
+        sample_completions compute_rewards extract_answer find_closing_brace parse_answer""",
+    ONLINE: "check_args evaluate load_prompts lookup_logprobs step_metrics log_group",
+    ("sft", "dpo", "reward_model"): "check_args check_context",
+    ("sft", "dpo"): "check_logprobs",
     ("sft", "ppo_rlhf"): "collate",
-    ONLINE: "evaluate log_step load_prompts lookup_logprobs step_metrics",
-    ("sft", "dpo", "ppo_rlhf", "reward_model"): "log_step",
-    PAIRS: "step_metrics load_pairs split_pair encode_completion collate_pairs",
+    ("sft", "dpo", "reward_model", "ppo_rlhf"): "encode_completion pad_right",
+    ("dpo", "reward_model", "ppo_rlhf"): "parse_dialogue",
+    PAIRS: "step_metrics load_pairs read_pair split_pair split_chats collate_pairs",
     SCORED: "load_reward_model hidden_states ScoreModel sequence_scores",
 }
 # [(name, the scripts in which it is identical)]
 SHARED = [(name, scripts) for scripts, names in SHARED.items() for name in names.split()]
 # Functions of one name that differ by design: everywhere, or in scripts that are not in the table.
-OWN = {*"Args compute_advantages policy_loss preference_loss microbatch_loss accumulate_gradients main".split()}
+OWN = {*"Args compute_advantages policy_loss preference_loss accumulate_gradients main".split()}
 OWN_OF = {
-    "check_model": {"reward_model"},
+    "parse_args": {"sft"},
+    "check_args": {"ppo_rlhf"},
     "evaluate": {"ppo_rlhf", "reward_model", "sft"},
     "load_prompts": {"ppo_rlhf"},
+    "lookup_logprobs": {"ppo_rlhf"},
     "step_metrics": {"ppo_rlhf"},
 }
 

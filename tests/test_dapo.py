@@ -1,6 +1,5 @@
 """DAPO's dynamic sampling, with scripted completions: which groups are right, wrong or mixed is given per prompt."""
 
-import json
 import math
 
 import pytest
@@ -20,7 +19,7 @@ from dapo_ranks import (
     write_prompts,
 )
 from processes import run_on_ranks
-from tiny import TINY, load, read_jsonl, record, relative_error
+from tiny import TINY, load, parse, read_jsonl, record, relative_error
 
 import dapo
 
@@ -52,8 +51,8 @@ def script(monkeypatch, tokenizer, patterns):
 
 def train(tmp_path, dataset, num_steps=1, **settings):
     """Run main and return its lines of metrics."""
-    args = {**SIZES, "dataset": dataset, "num_steps": num_steps, "run_dir": str(tmp_path / "run"), **settings}
-    dapo.main(dapo.Args(**args))
+    args = {**SIZES, "dataset": dataset, "num_steps": num_steps, "run_dir": tmp_path / "run", **settings}
+    dapo.main(parse(dapo, **args))
     return read_metrics(tmp_path / "run")
 
 
@@ -71,6 +70,7 @@ ROUNDS = {
 }
 
 
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("start", [0, 5])
 @pytest.mark.parametrize("name", ROUNDS)
 def test_first_groups_with_signal_are_kept_in_order(tiny, dataset, monkeypatch, name, start):
@@ -79,11 +79,11 @@ def test_first_groups_with_signal_are_kept_in_order(tiny, dataset, monkeypatch, 
     letters = letters.replace(" ", "")
     patterns = assign(prompts, start, letters)
     rounds = script(monkeypatch, tokenizer, patterns)
-    stop_ids = dapo.find_stop_ids(model, tokenizer)
-    args = dapo.Args(**SIZES, temperature=1.0)
-    batch, texts, sampled, rows = dapo.sample_groups(model, tokenizer, prompts, start, stop_ids, args, 0, 1)
+    policy, args = dapo.LogprobModel(model), dapo.Args(**SIZES)
+    batch, texts, repeated, rows = dapo.sample_groups(policy, tokenizer, prompts, start, args)
     assert len(rounds) == num_rounds
-    assert sampled == dapo.pick_rows(prompts, start, 3 * num_rounds, args.seed)
+    sampled = dapo.pick_rows(prompts, start, 3 * num_rounds, args.seed)
+    assert repeated == [prompt for prompt in sampled for _ in range(GROUP_SIZE)]
     assert sum(rounds, []) == [prompt["prompt"] for prompt in sampled]
     assert rows.tolist() == [GROUP_SIZE * group + i for group in expected for i in range(GROUP_SIZE)]
     rewards = [KINDS[kind][0] for prompt in sampled for kind in patterns[prompt["prompt"]]]
@@ -91,6 +91,7 @@ def test_first_groups_with_signal_are_kept_in_order(tiny, dataset, monkeypatch, 
     assert len(texts) == len(rewards) and all(len(value) == len(rewards) for value in batch.values())
 
 
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("longer_first", [True, False])
 def test_rounds_of_different_prompt_lengths_are_merged_unchanged(tiny, dataset, monkeypatch, longer_first):
     (model, tokenizer), prompts = tiny, read_prompts(dataset)
@@ -99,9 +100,8 @@ def test_rounds_of_different_prompt_lengths_are_merged_unchanged(tiny, dataset, 
     places = dapo.pick_rows(range(10), 0, 10, 1)
     prompts = [by_length[places.index(i)] for i in range(10)]
     script(monkeypatch, tokenizer, assign(prompts, 0, "msnmmn"))
-    parts = record(monkeypatch, dapo, "rollout")
-    stop_ids = dapo.find_stop_ids(model, tokenizer)
-    batch, *_ = dapo.sample_groups(model, tokenizer, prompts, 0, stop_ids, dapo.Args(**SIZES), 0, 1)
+    parts = record(monkeypatch, dapo, "sample_completions")
+    batch, *_ = dapo.sample_groups(dapo.LogprobModel(model), tokenizer, prompts, 0, dapo.Args(**SIZES))
     asked = [ids[mask == 1].tolist() for ids, mask in zip(batch["prompt_ids"], batch["prompt_mask"])]
     assert asked == [prompt["prompt_ids"] for prompt in by_length[:6] for _ in range(GROUP_SIZE)]
     widths = [max(map(len, half)) for half in (asked[: 3 * GROUP_SIZE], asked[3 * GROUP_SIZE :])]
@@ -121,7 +121,7 @@ def test_step_without_any_signal_changes_nothing(tiny, tmp_path, dataset, monkey
     (line,) = train(tmp_path, dataset, minibatch_size=6)
     assert line["rollout/rounds"] == 3 and line["rollout/groups"] == 0
     assert all(math.isfinite(value) for value in line.values())
-    assert line["reward/mean"] == pytest.approx(letters.count("s") / 9) and line["rollout/live"] == 0
+    assert line["reward/mean"] == pytest.approx(letters.count("s") / 9)
     assert line["optim/grad_norm"] == line["loss/policy"] == 0 and "policy/approx_kl" not in line
     after, _ = load(dapo, tmp_path / "run" / "checkpoint")
     before, _ = load(dapo, TINY)
@@ -136,7 +136,6 @@ def test_prompts_are_consumed_in_order_without_gaps_or_repeats(tiny, tmp_path, d
     assert sum(per_step) == len(rounds) and min(per_step) < max(per_step)
     consumed = [3 * sum(per_step[: i + 1]) for i in range(4)]
     assert [line["rollout/prompts_consumed"] for line in lines] == consumed
-    assert [line["rollout/completions"] for line in lines] == [12 * count for count in per_step]
     assert consumed[-1] > 2 * len(prompts)  # over the ends of two passes
     assert sum(rounds, []) == [prompt["prompt"] for prompt in dapo.pick_rows(prompts, 0, consumed[-1], 1)]
 
@@ -162,9 +161,9 @@ def test_at_the_cap_it_trains_on_the_groups_found(tiny, tmp_path, dataset, monke
 
     model, tokenizer = load(dapo, TINY)
     picked = dapo.pick_rows(prompts, 0, 6, 1)
-    stop_ids = dapo.find_stop_ids(model, tokenizer)
-    args = dapo.Args(max_completion_length=MAX_COMPLETION_LENGTH)
-    part, _ = dapo.rollout(model, tokenizer, [picked[2], picked[4]], GROUP_SIZE, 1.0, stop_ids, args)
+    policy, args = dapo.LogprobModel(model), dapo.Args(**SIZES)
+    prompts = [picked[i] for i in (2, 4) for _ in range(GROUP_SIZE)]
+    part, _ = dapo.sample_completions(policy, tokenizer, prompts, 1.0, args)
     rewards = torch.tensor([[1.0, -1.0, -1.0, 0.0], [0.5, -1.0, -2.0, 1.0]])
     advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
     mask = part["completion_mask"]
@@ -193,7 +192,8 @@ def test_tokens_of_zero_advantage_count_in_the_divisor(tiny, tmp_path, dataset, 
     calls = record(monkeypatch, dapo, "accumulate_gradients")
     (line,) = train(tmp_path, dataset)
     (((_, batch, rows, divisor, *_), metrics),) = calls
-    assert sorted(rows.tolist()) == [0, 1, 4, 5, 8, 9] and (batch["advantages"][[2, 3, 6, 7, 10, 11]] == 0).all()
+    assert sorted(rows.tolist()) == list(range(12)) and (batch["advantages"][[2, 3, 6, 7, 10, 11]] == 0).all()
+    assert batch["live"].tolist() == [True, True, False, False] * 3
     assert divisor == 3 * (8 + 7 + 16 + 16) and metrics["num_tokens"] == 3 * (8 + 7)
     assert line["loss/policy"] == pytest.approx(float(metrics["loss/policy"]) / divisor)
 
@@ -257,23 +257,18 @@ def test_two_ranks_train_as_one(two_ranks, monkeypatch):
 
 
 @pytest.mark.parametrize("limit, buffer", [(48, 9), (3, 0)])
-def test_the_overlong_buffer_is_a_fifth_of_the_limit_by_default(limit, buffer, tmp_path):
+def test_the_overlong_buffer_is_a_fifth_of_the_limit_by_default(limit, buffer, tmp_path, dataset, monkeypatch):
     """As in section 4.1, whatever --max-completion-length is."""
-    run = tmp_path / "run"
-    dapo.main(dapo.Args(max_completion_length=limit, num_steps=0, eval_prompts=1, run_dir=str(run)))
-    assert json.loads((run / "args.json").read_text())["overlong_buffer"] == buffer
+    calls = record(monkeypatch, dapo, "overlong_penalty")
+    train(tmp_path, dataset, max_completion_length=limit, overlong_buffer=None, max_rounds=1)
+    [((_, *settings), _)] = calls
+    assert settings == [limit, buffer]
 
 
-def test_a_rank_may_read_the_log_before_another_has_cut_it_back(tmp_path, dataset, monkeypatch):
+def test_prompts_of_steps_after_the_state_that_is_resumed_are_not_counted(tmp_path, dataset):
     first = train(tmp_path, dataset, num_steps=2, save_every=1)
-    load_state, log = dapo.load_state, tmp_path / "run" / "metrics.jsonl"
-
-    def not_yet(*args):
-        step = load_state(*args)
-        log.write_text(log.read_text() + '{"step": 3, "rollout/prompts_consumed": 999}\n')
-        return step
-
-    monkeypatch.setattr(dapo, "load_state", not_yet)
-    dapo.main(dapo.Args(resume=str(tmp_path / "run"), num_steps=3))
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as log:
+        log.write('{"step": 3, "rollout/prompts_consumed": 999}\n')
+    dapo.main(parse(dapo, resume=tmp_path / "run", num_steps=3))
     last, done = read_metrics(tmp_path / "run")[-1], first[-1]["rollout/prompts_consumed"]
     assert last["rollout/prompts_consumed"] - done == last["rollout/rounds"] * SIZES["prompts_per_step"]

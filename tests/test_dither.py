@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from tiny import TINY, build_model, load, make_batch
+from tiny import TINY, build_model, load, make_args, make_batch
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -12,7 +12,6 @@ import grpo
 
 pytestmark = pytest.mark.usefixtures("alone")
 CPU = torch.device("cpu")
-INPUTS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
 STORED = [torch.float16, torch.bfloat16, torch.float32]
 
@@ -23,6 +22,10 @@ def make_model(stored, config="llama"):
     for weight in model.parameters():
         weight.data.flatten()[:2] = torch.tensor([0.0, -0.0])
     return model
+
+
+def shard(model, precision="bfloat16"):
+    return grpo.shard(grpo.LogprobModel(model), make_args(precision=precision), CPU)
 
 
 def whole(weight):
@@ -45,19 +48,18 @@ def test_what_is_computed_is_the_same_to_the_last_bit(stored, monkeypatch):
     """By the policy when it was loaded, as by the reference, which is rounded."""
     found, batch = [], make_batch(make_model(stored))
     for trained in (True, False):
-        policy = grpo.LogprobModel(make_model(stored).requires_grad_(trained))
-        policy = grpo.shard(policy, CPU, "bfloat16")
-        found.append(policy(*(batch[key] for key in INPUTS), 0.7)[0].detach())
+        policy = shard(make_model(stored).requires_grad_(trained))
+        found.append(policy(batch, 0.7)[0].detach())
     monkeypatch.setattr(torch, "randint", lambda *_, **__: torch.zeros((), dtype=torch.int32))
-    policy = grpo.shard(grpo.LogprobModel(make_model(stored)), CPU, "bfloat16")
-    found.append(policy(*(batch[key] for key in INPUTS), 0.7)[0].detach())
+    policy = shard(make_model(stored))
+    found.append(policy(batch, 0.7)[0].detach())
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
 def test_noise_rounds_to_what_was_stored_and_is_uniform():
     config, offsets = LlamaConfig(**SIZES), []
     before = weights_of(make_model(torch.float32, config))
-    policy = grpo.shard(grpo.LogprobModel(make_model(torch.float32, config)), CPU, "bfloat16")
+    policy = shard(make_model(torch.float32, config))
     for name, weight in weights_of(policy.model).items():
         if ".layers." in name:
             assert torch.equal(weight.bfloat16(), before[name].bfloat16()), name
@@ -74,11 +76,13 @@ def test_only_trained_weights_of_bfloat16_blocks_have_noise(rank):
     def load():
         torch.manual_seed(1)
         model = make_model(torch.float32)
-        return grpo.add_adapters(model, rank) if rank else model
+        if rank:
+            grpo.add_adapters(model, rank)
+        return model
 
     before, after = (weights_of(load()), {})
     for precision in ("float32", "bfloat16"):
-        after[precision] = weights_of(grpo.shard(grpo.LogprobModel(load()), CPU, precision).model)
+        after[precision] = weights_of(shard(load(), precision).model)
     for name, weight in before.items():
         assert torch.equal(after["float32"][name], weight), name
         trained = not rank or ".lora_" in name
@@ -95,7 +99,7 @@ def test_only_trained_weights_of_bfloat16_blocks_have_noise(rank):
 
 def test_a_checkpoint_read_in_bfloat16_is_the_model_that_was_sampled(tmp_path, tokenizer):
     model, _ = load(grpo, TINY)
-    policy = grpo.shard(grpo.LogprobModel(model), CPU, "bfloat16")
+    policy = shard(model)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-4)
     grpo.save(str(tmp_path), policy, optimizer, tokenizer, 1)
     read = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype=torch.float32).named_parameters())
@@ -107,7 +111,7 @@ def test_a_checkpoint_read_in_bfloat16_is_the_model_that_was_sampled(tmp_path, t
 def movement(stored, rate, steps):
     """How far the rounded weights of the blocks have moved in the mean, all gradients being 1."""
     model = make_model(stored, LlamaConfig(**SIZES))
-    policy, before = grpo.shard(grpo.LogprobModel(model), CPU, "bfloat16"), None
+    policy, before = shard(model), None
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     for step in range(steps + 1):
         if step > 0:
@@ -129,9 +133,10 @@ def test_small_steps_move_the_rounded_weights_in_the_mean_as_float32_is_moved(st
 
 @pytest.mark.parametrize("noise", [True, False])
 def test_adapters_move_as_float32_is_moved_with_and_without_noise(noise):
-    model = grpo.add_adapters(make_model(torch.bfloat16, LlamaConfig(**SIZES)), 8)
+    model = make_model(torch.bfloat16, LlamaConfig(**SIZES))
+    grpo.add_adapters(model, 8)
     loaded = weights_of(model)
-    policy = grpo.shard(grpo.LogprobModel(model), CPU, "bfloat16")
+    policy = shard(model)
     adapters = {name: weight for name, weight in policy.model.named_parameters() if ".lora_" in name}
     for name, weight in adapters.items() if not noise else ():
         weight.to_local().detach().copy_(loaded[name])

@@ -71,7 +71,7 @@ def flags_of(path):
     source = (ROOT / path).read_text()
     declared = {found.replace("_", "-") for found in re.findall(r"^    (\w+): ", source, re.M)}
     declared |= set(re.findall(r'"--([a-z][\w-]*)"', source))
-    declared |= FLAGS["grpo"] if "tyro.cli(grpo.Args" in source else set()
+    declared |= FLAGS["grpo"] if "grpo.parse_args()" in source else set()
     if name in ("memory", "sample"):  # which take some of the scripts' flags
         declared |= {setting.replace("_", "-") for setting in importlib.import_module(f"tools.{name}").SETTINGS}
     return declared

@@ -1,13 +1,13 @@
 """What evaluate counts: accuracy and pass@k by the rule, whatever the reward is; of PPO also score and penalty."""
 
 import importlib
-import inspect
 import json
 from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import ROOT, TINY
+import torch.distributed as dist
+from tiny import ROOT, TINY, parse
 from tiny import SCRIPTS as ONLINE
 
 import ppo_rlhf
@@ -31,13 +31,14 @@ def evaluate(monkeypatch, tmp_path):
     def call(script, prompts=PROMPTS, world_size=1, **settings):
         sampled, sums = [[] for _ in range(world_size)], []
 
-        def sample_completions(_model, _tokenizer, prompts, num_samples, temperature, _stop_ids, _args):
-            sampled[len(sums)].append((prompts, num_samples, temperature))
+        def sample_completions(_policy, _tokenizer, prompts, temperature, _args, _edit=None):
+            sampled[len(sums)].append((prompts, temperature))
             places = [int(prompt["prompt"]) for prompt in prompts]
-            right = [GREEDY[i] for i in places] if temperature == 0 else sum((SAMPLES[i] for i in places), [])
-            truncated = torch.tensor([TRUNCATED[i] for i in places]).repeat_interleave(num_samples)
+            right = [GREEDY[i] for i in places]
+            if temperature > 0:
+                right = [SAMPLES[i][number % 4] for number, i in enumerate(places)]
             texts = [f"\\boxed{{{value}}}" for value in right]
-            return {"truncated": truncated, "lengths": torch.ones(len(texts))}, texts
+            return {"truncated": torch.tensor([TRUNCATED[i] for i in places])}, texts
 
         def all_reduce(values):
             sums.append(values)
@@ -46,11 +47,13 @@ def evaluate(monkeypatch, tmp_path):
         monkeypatch.setattr(script, "sample_completions", sample_completions)
         monkeypatch.setattr(script, "score_completions", lambda texts, _rows: [reward(text) for text in texts])
         monkeypatch.setattr(script, "all_reduce", all_reduce)
-        given = {"prompts": prompts, "world_size": world_size, "step": 4}
-        given["args"] = script.Args(run_dir=str(tmp_path), **settings)
-        names = inspect.signature(script.evaluate).parameters
+        monkeypatch.setattr(dist, "get_world_size", lambda: world_size)
+        args = script.Args(run_dir=str(tmp_path), **settings)
+        policy = SimpleNamespace(model=SimpleNamespace(device="cpu"), actor=None)
+        scorer = [None] if script is ppo_rlhf else []
         for rank in range(world_size):
-            metrics = script.evaluate(**{name: (given | {"rank": rank}).get(name) for name in names})
+            monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+            metrics = script.evaluate(policy, *scorer, None, prompts, args, 4)
         return metrics, sampled
 
     return call
@@ -79,13 +82,13 @@ def test_accuracy_counts_right_greedy_completions_whatever_the_reward_is(script,
 def test_without_answers_the_reward_is_all_there_is(script, evaluate):
     metrics, sampled = evaluate(script, [prompt | {"answer": None} for prompt in PROMPTS])
     assert {*metrics} - {"eval/score"} == {"eval/reward"}
-    assert [count for _, count, _ in sampled[0]] == [1]
+    assert [temperature for _, temperature in sampled[0]] == [0.0]
 
 
 @each_script
 def test_one_greedy_completion_which_is_kept_and_samples_at_the_temperature_of_training(script, evaluate, tmp_path):
     _, sampled = evaluate(script, temperature=0.7)
-    assert sampled == [[(PROMPTS, 1, 0.0), (PROMPTS, 4, 0.7)]]
+    assert sampled == [[(PROMPTS, 0.0), ([prompt for prompt in PROMPTS for _ in range(4)], 0.7)]]
     rows = [json.loads(line) for line in (tmp_path / "eval_samples.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [4] * 7
     assert [row["completion"] for row in rows] == [f"\\boxed{{{value}}}" for value in GREEDY]
@@ -127,7 +130,7 @@ def test_score_of_a_cut_off_completion_is_less_by_the_penalty(evaluate):
 def test_the_penalty_is_in_units_of_the_normalised_score(monkeypatch, penalty, scored):
     """A reward model's score is normalised first; without one the reward of the rule is the score."""
     raw = torch.tensor([7.0, 3.0, -1.0])
-    monkeypatch.setattr(ppo_rlhf, "look_up", lambda _model, _batch, _minibatches, _max_tokens: [raw])
+    monkeypatch.setattr(ppo_rlhf, "look_up_scores", lambda _model, _batch, _args: raw)
     batch = {"rewards": torch.tensor([1.0, 0.0, 0.5]), "truncated": torch.tensor([False, True, True])}
     policy = SimpleNamespace(score_mean=3.0, score_std=4.0)
     args = ppo_rlhf.Args(missing_stop_penalty=penalty, microbatch_tokens=9)
@@ -148,8 +151,8 @@ def test_no_steps_evaluate_a_checkpoint_and_save_nothing(name, tmp_path, capsys)
         rows = (ROOT / "data" / FILES[name]).read_text().splitlines()[:32]
         (tmp_path / "rows.jsonl").write_text("\n".join(rows))
         given["dataset"] = str(tmp_path / "rows.jsonl")
-    script.main(script.Args(num_steps=0, eval_prompts=4, run_dir=str(run), **given))
-    assert "to go on" not in capsys.readouterr().out
+    script.main(parse(script, num_steps=0, eval_prompts=4, run_dir=run, **given))
+    assert "to continue" not in capsys.readouterr().out
     [line] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert line["step"] == 0 and any(key.startswith("eval/") for key in line)
     assert not (run / "checkpoint").exists() and not [*(run / "state").glob("*")]

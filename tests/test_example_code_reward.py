@@ -350,10 +350,11 @@ def test_the_command_line_refuses_rows_without_tests_and_trains_on_the_reward(tm
     monkeypatch.setattr(sys, "argv", ["code_reward.py", *flags.split()])
     for data in [*([{"prompt": "1+1="} | row] * 2 for row in no_tests), rows]:
         write_jsonl(tmp_path / "tests.jsonl", data)
-        with monkeypatch.context() if data is rows else pytest.raises(SystemExit, match=r"row \d, .*\[call, value\]$"):
+        refused = pytest.raises(ValueError, match=r"\[call, value\]\n.*: row 0 of 1, ")
+        with monkeypatch.context() if data is rows else refused:
             assert not (tmp_path / "run").exists()
             runpy.run_path(str(ROOT / "examples" / "code_reward.py"), run_name="__main__")
     lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [line.get("reward/mean") for line in lines] == [None, pytest.approx(1 / 3), pytest.approx(1 / 3)]
     assert lines[0]["eval/accuracy"] == 1 and lines[0]["eval/pass@1"] == 0.5
-    assert lines[1]["rollout/live"] == pytest.approx(2 / 3) and lines[1]["optim/grad_norm"] > 0
+    assert lines[1]["reward/zero_std"] == pytest.approx(1 / 3) and lines[1]["optim/grad_norm"] > 0

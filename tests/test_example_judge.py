@@ -6,11 +6,13 @@ import sys
 import pytest
 import torch
 from test_models import FORMS, make_folder, make_tokenizer
-from tiny import ROOT, load, read_jsonl, write_jsonl
+from tiny import ROOT, load, parse, read_jsonl, write_jsonl
+from transformers import AutoTokenizer
 
 import dpo
 import reward_model
 
+pytestmark = pytest.mark.usefixtures("alone")
 JUDGE = ROOT / "examples" / "judge.py"
 WORDS = "red green blue one two three up down left right in out".split()
 PAIRS = [{"prompt": f"Say {a}.", "chosen": a, "rejected": b} for a, b in zip(WORDS, WORDS[5:] + WORDS[:5])]
@@ -55,7 +57,7 @@ def test_by_logprob_the_likelier_completion_per_token_is_chosen(judge):
     for row in rows:
         means = []
         for text in (row["chosen"], row["rejected"]):
-            prompt = dpo.encode_prompt(tokenizer, row["prompt"], "")
+            prompt = dpo.encode_prompt(tokenizer, dpo.as_messages(row["prompt"], ""))
             ids = [*tokenizer(text)["input_ids"], dpo.find_turn_end(tokenizer)]
             logprobs = next_logprobs(model, [*prompt, *ids])[len(prompt) - 1 : -1]
             means.append(logprobs.gather(1, torch.tensor(ids).unsqueeze(1)).mean().item())
@@ -102,18 +104,19 @@ def test_dialogues_are_judged_and_dpo_and_reward_model_take_what_was_written(jud
     rows.append(rows[0] | {"rejected": rows[0]["chosen"]})
     written, told = judge(rows, "--by", by, "--model", folder)
     assert len(written) == len(PAIRS)
-    assert "'no prompt, an empty answer, or two that are the same to the tokenizer, as may be A and B': 1" in told
+    assert f"{len(PAIRS)} examples from {len(rows)} rows; dropped as empty or too long: 1 rows" in told
     for row, before in zip(written, PAIRS):
         assert row["prompt"] == [{"role": "user", "content": before["prompt"]}]
         assert {row["chosen"], row["rejected"]} == {before["chosen"], before["rejected"]}
-    tokenizer = dpo.load_tokenizer(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    settings = {"dataset": tmp_path / "new" / "0.jsonl", "max_prompt_length": 64, "eval_prompts": 0}
     for script in (dpo, reward_model):
-        pairs, _, _ = script.load_pairs(str(tmp_path / "new" / "0.jsonl"), tokenizer, "", 64, 32, 0, 1)
+        pairs, _ = script.load_pairs(parse(script, **settings), tokenizer)
         assert len(pairs) == len(PAIRS)
 
 
 def test_a_judge_that_cannot_say_a_or_b_and_a_file_that_exists_are_one_line(judge, tmp_path):
     with pytest.raises(SystemExit, match="--out .* exists"):
         judge(PAIRS, "--out", tmp_path)
-    with pytest.raises(SystemExit, match="the same to the tokenizer, as may be A and B': 12"):
+    with pytest.raises(SystemExit, match="nothing to judge: .* none that the tokenizer tells apart, as A and B"):
         judge(PAIRS, "--by", "chat")

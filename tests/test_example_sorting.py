@@ -85,6 +85,5 @@ def test_the_shell_script_trains_goes_on_and_shows(tmp_path):
         assert row["reward"] == pytest.approx(rewards.inclusion(row["completion"], row["answer"]))
     args = json.loads((folder / "args.json").read_text())
     assert args["seed"] == 3 and args["model"] == str(base / "checkpoint")
-    assert args["run"]["entry"] == "rewards.py inclusion"  # so that another reward does not go on with it
     assert (tmp_path / "sorting.png").is_file() and not (base / "metrics.jsonl").exists()
     assert "inclusion__3: " in told and "| inclusion | eval/accuracy | 1 | 2 |" in told

@@ -13,7 +13,7 @@ import torch
 from test_copies import MARKER
 from test_gradients import model, rows  # noqa: F401, fixtures that the page's test imports, too
 from test_losses import hand_inputs  # noqa: F401
-from tiny import ROOT, build_model, load_module, make_args, make_batch, read_jsonl, record, relative_error
+from tiny import ROOT, build_model, load_module, make_args, make_batch, parse, read_jsonl, record, relative_error
 
 import cispo
 import grpo
@@ -60,7 +60,7 @@ def train(fork, folder):
     """A run of two steps of two minibatches: its metrics, samples, and the divisors and tokens of its rollouts."""
     with pytest.MonkeyPatch.context() as patch:
         calls = record(patch, fork, "accumulate_gradients")
-        fork.main(fork.Args(run_dir=str(folder), num_steps=2, eval_prompts=4, seed=3, **SIZES))
+        fork.main(parse(fork, run_dir=folder, num_steps=2, eval_prompts=4, seed=3, **SIZES))
     lines, samples = read_jsonl(folder / "metrics.jsonl"), read_jsonl(folder / "samples.jsonl")
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert all(math.isfinite(value) for line in lines for value in line.values())
@@ -128,6 +128,7 @@ def test_the_test_of_the_page_passes_on_its_fork_and_fails_on_grpo(forks, model,
     assert failures(grpo, **fixtures)[1] == tests
 
 
+@pytest.mark.usefixtures("alone")
 def test_entropies_have_the_gradient_of_plain_logits_in_the_fork_and_none_in_grpo(forks, tmp_path):
     """Of rows of advantage 0, without KL term: what is left is the bonus."""
     fork, model = forks["my_entropy"], build_model("llama")  # noqa: F811

@@ -14,7 +14,7 @@ import torch
 from test_copies import MARKER
 from test_gradients import TEMPERATURE, VOCAB_SIZE, gradient_of, model, rows  # noqa: F401, the last two are fixtures
 from test_losses import read_oracle, tensor
-from tiny import ROOT, build_model, load_module, read_jsonl, record, relative_error, write_jsonl
+from tiny import ROOT, build_model, load_module, parse, read_jsonl, record, relative_error, write_jsonl
 
 import dpo
 import grpo
@@ -252,7 +252,7 @@ def train(fork, folder, *names, **settings):
     """A run of two steps: its metrics, and the calls of some functions."""
     with pytest.MonkeyPatch.context() as patch:
         calls = [record(patch, fork, name) for name in names]
-        fork.main(fork.Args(run_dir=str(folder), num_steps=2, eval_prompts=4, minibatch_size=8, seed=3, **settings))
+        fork.main(parse(fork, run_dir=folder, num_steps=2, eval_prompts=4, minibatch_size=8, seed=3, **settings))
     lines = read_jsonl(folder / "metrics.jsonl")
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert all(math.isfinite(value) for line in lines for value in line.values())
@@ -294,9 +294,7 @@ def test_forks_of_dpo_train(name, forks, tmp_path):
     assert all("pair/chosen_log_ratio" in line for line in lines[1:]) and "eval/pair_loss" in lines[-1]
     if name == "simpo":  # which is told the lengths: of each microbatch, and of all held-out pairs at once
         with_gradient = [logprobs.requires_grad for _, (logprobs, *_) in passes]
-        found = [
-            torch.stack([part[f"{kind}_mask"].sum(1) for kind in ("chosen", "rejected")]) for (_, part), _ in passes
-        ]
+        found = [part["completion_mask"].sum(2).T for (_, part), _ in passes]
         given = [torch.stack([*inputs[4]]) for inputs, _ in losses]
         in_training = [lengths for lengths, training in zip(found, with_gradient) if training]
         trained = [lengths for lengths, (inputs, _) in zip(given, losses) if inputs[0].requires_grad]

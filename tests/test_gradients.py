@@ -23,6 +23,7 @@ import dapo
 import grpo
 import reinforce
 
+pytestmark = pytest.mark.usefixtures("alone")
 STOP_ID, VOCAB_SIZE, MAX_LENGTH, TEMPERATURE = 1, 5, 3, 0.7
 PROMPTS = [[2, 3], [4, STOP_ID, PAD_ID, 2]]
 
@@ -68,7 +69,8 @@ def rows(model):
     """Every completion of every prompt, padded as in a rollout, with its exact probability (with graph) and reward."""
     prompts = [prompt for prompt in PROMPTS for _ in COMPLETIONS]
     completions = COMPLETIONS * len(PROMPTS)
-    inputs = *grpo.pad_left(prompts, PAD_ID, "cpu"), *pad_right(completions, MAX_LENGTH)
+    padded = grpo.pad_left([{"prompt_ids": prompt} for prompt in prompts], "cpu")
+    inputs = *padded, *pad_right(completions, MAX_LENGTH)
     logprobs, distributions = exact_logprobs(model)
     probabilities = (logprobs * inputs[3]).sum(1).exp()
     rewards = torch.tensor([(sum(c) + len(c) + p[0]) % 3 for p, c in zip(prompts, completions)]).double()
@@ -146,13 +148,13 @@ def policy(script):
     return script.LogprobModel(build_model("llama"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def batch(policy):
     return make_batch(policy.model)
 
 
-@pytest.fixture(scope="module")
-def whole(script, policy, batch):
+@pytest.fixture
+def whole(alone, script, policy, batch):  # noqa: ARG001
     """Gradient and metrics of all rows in one microbatch."""
     return accumulate(script, policy, batch)
 
@@ -226,7 +228,7 @@ def test_batch_stays_as_it_is(script, policy, batch):
     before = {key: value.clone() for key, value in batch.items()}
     accumulate(script, policy, batch, microbatch_tokens=20)
     if script is not reinforce:
-        script.lookup_logprobs(policy, batch, [torch.arange(8)], 20, 0.7)
+        script.lookup_logprobs(policy, batch, [torch.arange(8)], make_args(script, microbatch_tokens=20))
     assert batch.keys() == before.keys() and all(torch.equal(batch[key], value) for key, value in before.items())
 
 

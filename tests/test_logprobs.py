@@ -9,6 +9,7 @@ from transformers import CohereConfig, Gemma2Config, GPT2Config, GPT2LMHeadModel
 import grpo
 
 ORACLE = Path(__file__).parent / "oracle"
+ARGS = make_args(microbatch_tokens=20)
 INPUTS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
 
 
@@ -79,7 +80,7 @@ def test_entropies_are_those_of_others(identity_head, peer):
 
 @pytest.mark.parametrize("num_tokens, calls", [(512, 1), (513, 4)])
 def test_chunks_of_the_head_equal_all_logits_at_once(num_tokens, calls):
-    """With 2^16 ids a chunk is 512 tokens: of 513 there are a whole one and the rest, both computed anew."""
+    """With 2^16 ids a chunk is 512 tokens: 513 make a whole one and a rest, each computed twice."""
     model = build_model("llama", vocab_size=2**16, dtype=torch.float32)
     called, weight = [], model.get_output_embeddings().weight
     model.get_output_embeddings().register_forward_hook(lambda *_: called.append(1))
@@ -133,7 +134,7 @@ def test_neither_ids_at_padding_nor_the_type_of_masks_matter_and_inputs_stay_as_
 
 
 @pytest.fixture
-def policy():
+def policy(alone):  # noqa: ARG001
     return grpo.LogprobModel(build_model("llama", dtype=torch.float32))
 
 
@@ -142,20 +143,21 @@ def test_before_the_first_update_the_ratio_is_exactly_1(policy, on_policy, monke
     """Looked-up log-probabilities are those of the training forward to the bit."""
     batch, rows, seen = make_batch(policy.model), torch.tensor([6, 3, 0, 5, 2, 7, 1, 4]), []
     if not on_policy:  # else those of the batch, which are of another policy, do not count
-        batch["old_logprobs"] = grpo.lookup_logprobs(policy, batch, [rows], 20, 0.7)
+        batch["old_logprobs"] = grpo.lookup_logprobs(policy, batch, [rows], ARGS)
         assert (batch["old_logprobs"] < 0).equal(batch["completion_mask"] == 1)
     policy_loss = grpo.policy_loss
     monkeypatch.setattr(grpo, "policy_loss", lambda *inputs: seen.append(inputs) or policy_loss(*inputs))
-    totals = grpo.accumulate_gradients(policy, batch, rows, 8, on_policy, make_args(microbatch_tokens=20))
+    totals = grpo.accumulate_gradients(policy, batch, rows, 8, on_policy, ARGS)
     assert len(seen) > 2 and all(torch.equal(logprobs, old) for logprobs, old, *_ in seen)
+    assert (batch["old_logprobs"] < 0).equal(batch["completion_mask"] == 1)  # kept for later epochs
     assert totals["policy/approx_kl"] == totals["policy/clip_fraction_low"] == 0
 
 
 def test_logprobs_are_looked_up_for_the_given_rows_only(policy):
     batch = make_batch(policy.model)
     rows = torch.tensor([6, 3, 0])
-    logprobs = grpo.lookup_logprobs(policy, batch, [rows], 20, 0.7)
-    expected, _ = policy(*(batch[key] for key in INPUTS), 0.7)
+    logprobs = grpo.lookup_logprobs(policy, batch, [rows], ARGS)
+    expected, _ = policy(batch, 0.7)
     torch.testing.assert_close(logprobs[rows], expected[rows].detach(), rtol=1e-4, atol=1e-5)
     assert (logprobs[[1, 2, 4, 5, 7]] == 0).all() and not logprobs.requires_grad
 
@@ -181,9 +183,10 @@ def test_logits_are_scaled_and_capped_before_the_temperature(kind):
 
 
 def test_too_short_a_context_is_refused():
-    grpo.check_model(build_model("gpt2"), [3, 4, 5, 6], 64)
-    with pytest.raises(SystemExit, match="65.* over the context of 64"):
-        grpo.check_model(build_model("gpt2"), [3, 4, 5, 6], 65)
+    model, prompt_ids = build_model("gpt2"), [3, 4, 5, 6]
+    grpo.check_model(model, prompt_ids, make_args(max_prompt_length=24, max_completion_length=40))
+    with pytest.raises(SystemExit, match="65 tokens, but the model's context has 64"):
+        grpo.check_model(model, prompt_ids, make_args(max_prompt_length=24, max_completion_length=41))
 
 
 def test_parameters_are_float32_whatever_the_folder_holds(tokenizer, tmp_path):

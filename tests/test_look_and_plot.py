@@ -11,7 +11,7 @@ os.environ["MPLBACKEND"] = "Agg"  # no window
 import look
 import plot
 import pytest
-from tiny import ROOT, read_jsonl, write_jsonl
+from tiny import ROOT, parse, read_jsonl, write_jsonl
 
 import dpo
 import grpo
@@ -20,11 +20,10 @@ TOOLS = ROOT / "tools"
 HOSTILE = '</script><img src=x onerror=alert(1)><!--<script>alert(2)</script> & &lt; \u2028 \ud800 @RUN@ "q" \\u003c'
 
 
-def write_run(folder, rows, script="grpo", **settings):
+def write_run(folder, rows, **settings):
     """A run's folder as the scripts leave it, with these metrics."""
     folder.mkdir(parents=True)
-    about = {"script": script, "entry": settings.pop("entry", f"{script}.py"), "data": ["8 training rows (abc)"]}
-    args = {"model": "models/tiny", "learning_rate": 0.1, "seed": 1, "run_dir": str(folder), "run": about} | settings
+    args = {"model": "models/tiny", "learning_rate": 0.1, "seed": 1, "run_dir": str(folder)} | settings
     (folder / "args.json").write_text(json.dumps(args))
     write_jsonl(folder / "metrics.jsonl", rows)
     return folder
@@ -79,11 +78,11 @@ def test_seeds_become_a_mean_and_a_band(tmp_path, capsys):
 
 
 def test_where_not_all_runs_have_a_step_lines_are_thin(tmp_path, capsys):
-    long = write_run(tmp_path / "long", accuracies(0.0, 0.5, 0.75, 1.0))
-    short = write_run(tmp_path / "short", accuracies(0.5, 1.0), seed=2)
+    long = write_run(tmp_path / "grpo__long", accuracies(0.0, 0.5, 0.75, 1.0))
+    short = write_run(tmp_path / "grpo__short", accuracies(0.5, 1.0), seed=2)
     with (short / "metrics.jsonl").open("a") as file:
         file.write('{"step": 8, "eval/accu')  # as a run at work may leave it
-    without = write_run(tmp_path / "without", [{"step": 1, "reward/mean": 1.0}], seed=3)
+    without = write_run(tmp_path / "grpo__without", [{"step": 1, "reward/mean": 1.0}], seed=3)
     lines, _ = draw_lines(long, short, without)
     assert lines[0] == ([0, 4], [0.25, 0.75])
     assert ([4, 8, 12], [0.5, 0.75, 1.0]) in lines[1:]
@@ -91,34 +90,35 @@ def test_where_not_all_runs_have_a_step_lines_are_thin(tmp_path, capsys):
     assert cells["grpo", "eval/accuracy"] == ["2", "4", "0.75", "0.5", "1"]  # a run given twice counts once
     assert cells["grpo", "reward/mean"] == ["1", "1", "1", "1", "1"]
     other = [{"step": 1, "eval/accuracy": 0.25}, {"step": 2, "eval/accuracy": 1.0}]
-    lines, _ = draw_lines(write_run(tmp_path / "a", accuracies(0.5)), write_run(tmp_path / "b", other, seed=2))
+    lines, _ = draw_lines(write_run(tmp_path / "x__a", accuracies(0.5)), write_run(tmp_path / "x__b", other, seed=2))
     assert lines[0] == ([], []) and ([1, 2], [0.25, 1.0]) in lines
 
 
 def test_labels_have_what_differs_and_nothing_else(tmp_path):
     rows = accuracies(0.5)
-    a = write_run(tmp_path / "a", rows)
-    b = write_run(tmp_path / "b", rows, seed=2, resume="x", eval_every=3)
-    c = write_run(tmp_path / "c", rows, learning_rate=0.2)
-    d = write_run(tmp_path / "d", rows, learning_rate=0.2, model="other/models/large")
-    e = write_run(tmp_path / "e", rows, script="dapo", learning_rate=0.3)
-    f = write_run(tmp_path / "f", rows, entry="format_reward.py")
-    assert labels(a, b) == {"grpo": ["a", "b"]}
-    assert labels(a, b, c) == {"learning_rate 0.1": ["a", "b"], "learning_rate 0.2": ["c"]}
-    assert labels(c, d) == {"model tiny": ["c"], "model large": ["d"]}
-    assert labels(a, e) == {"grpo": ["a"], "dapo": ["e"]}
-    assert labels(a, c, e) == {"grpo, learning_rate 0.1": ["a"], "grpo, learning_rate 0.2": ["c"], "dapo": ["e"]}
-    assert labels(a, f) == {"entry grpo.py": ["a"], "entry format_reward.py": ["f"]}
-    g, h = (write_run(tmp_path / name, rows, model=f"runs/{name}/checkpoint") for name in "gh")
+    a = write_run(tmp_path / "grpo__a", rows)
+    b = write_run(tmp_path / "grpo__b", rows, seed=2, resume="x", eval_every=3)
+    c = write_run(tmp_path / "grpo__c", rows, learning_rate=0.2)
+    d = write_run(tmp_path / "grpo__d", rows, learning_rate=0.2, model="other/models/large")
+    e = write_run(tmp_path / "dapo__e", rows, learning_rate=0.3)
+    f = write_run(tmp_path / "f", rows)
+    assert labels(a, b) == {"grpo": ["grpo__a", "grpo__b"]}
+    assert labels(a, b, c) == {"learning_rate 0.1": ["grpo__a", "grpo__b"], "learning_rate 0.2": ["grpo__c"]}
+    assert labels(c, d) == {"model tiny": ["grpo__c"], "model large": ["grpo__d"]}
+    assert labels(a, e) == {"grpo": ["grpo__a"], "dapo": ["dapo__e"]}
+    rates = {"grpo, learning_rate 0.1": ["grpo__a"], "grpo, learning_rate 0.2": ["grpo__c"]}
+    assert labels(a, c, e) == rates | {"dapo": ["dapo__e"]}
+    assert labels(a, f) == {"grpo": ["grpo__a"], "f": ["f"]}
+    g, h = (write_run(tmp_path / f"x__{name}", rows, model=f"runs/{name}/checkpoint") for name in "gh")
     assert list(labels(g, h)) == ["model runs/g/checkpoint", "model runs/h/checkpoint"]  # which end alike
-    i, j = (write_run(tmp_path / name, rows, system_prompt="so long " * 20 + name) for name in "ij")
+    i, j = (write_run(tmp_path / f"x__{name}", rows, system_prompt="so long " * 20 + name) for name in "ij")
     assert len(labels(i, j)) == 2  # and these are cut alike
 
 
 def test_metrics_can_be_chosen_and_what_is_no_number_is_left_out(tmp_path, capsys):
     rows = [{"step": 1, "own/key": 1.5}, {"step": 2, "own/key": float("nan")}, {"step": 3, "own/key": "torch.inf"}]
     run = write_run(tmp_path / "a", rows)
-    assert table_cells(run_plot(capsys, run, metrics=["own/key"])) == {("grpo", "own/key"): ["1", "1", *["1.5"] * 3]}
+    assert table_cells(run_plot(capsys, run, metrics=["own/key"])) == {("a", "own/key"): ["1", "1", *["1.5"] * 3]}
     assert (run / "plot.png").exists()
 
 
@@ -185,7 +185,7 @@ def tiny_run(script, folder, data, **settings):
     folder.with_suffix(".jsonl").write_text("".join(rows))
     settings |= {"dataset": str(folder.with_suffix(".jsonl"))}
     settings |= {"num_steps": 2, "eval_prompts": 4, "eval_every": 1, "run_dir": str(folder)}
-    script.main(script.Args(**settings))
+    script.main(parse(script, **settings))
     return folder
 
 
@@ -201,7 +201,7 @@ def test_pages_of_real_runs(tmp_path):
     assert {"policy/ref_kl", "policy/clip_fraction_low", "optim/grad_norm"} <= set(shown)
     settings = dict(data["settings"])
     assert settings["script"] == "grpo" and settings["group_size"] == "2" and settings["model"] == "models/tiny"
-    assert not {"run_dir", "resume", "track", "run"} & set(settings)
+    assert not {"run_dir", "resume", "track"} & set(settings)
 
     dpo_run = tiny_run(dpo, tmp_path / "dpo", "preferences", minibatch_size=4)
     data = read_page(dpo_run)
@@ -209,7 +209,7 @@ def test_pages_of_real_runs(tmp_path):
 
     both = ["eval/accuracy", "eval/pair_accuracy", "optim/grad_norm"]
     assert plot.choose_metrics(groups(grpo_run, dpo_run)) == both
-    sft_run = write_run(tmp_path / "sft", [{"step": 1, "eval/loss": 1.0, "loss/nll": 1.0}], "sft")
+    sft_run = write_run(tmp_path / "sft", [{"step": 1, "eval/loss": 1.0, "loss/nll": 1.0}])
     assert plot.choose_metrics(groups(grpo_run, sft_run)) == ["eval/accuracy", "eval/loss"]  # the main ones of each
 
 

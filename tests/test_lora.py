@@ -6,7 +6,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_precision import CPU, make_main_args
-from tiny import ROOT, SIZES, TINY, build_model, make_batch, read_jsonl, relative_error, write_jsonl
+from tiny import (
+    ROOT,
+    SIZES,
+    TINY,
+    build_model,
+    make_args,
+    make_batch,
+    parse,
+    read_jsonl,
+    relative_error,
+    write_jsonl,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen2Config, Qwen3Config
 
@@ -29,7 +40,9 @@ TIED = Qwen3Config(**SIZES, num_key_value_heads=1, head_dim=8, tie_word_embeddin
 
 def with_adapters(config="llama", rank=3, dtype=torch.float64, moved=True):
     """A model whose adapters have been trained a little, unless they are not moved."""
-    model = grpo.add_adapters(build_model(config, dtype=dtype), rank).to(dtype)
+    model = build_model(config, dtype=dtype)
+    grpo.add_adapters(model, rank)
+    model.to(dtype)
     generator = torch.Generator().manual_seed(5)
     for name, parameter in model.named_parameters():
         if ".lora_b." in name and moved:
@@ -73,23 +86,23 @@ def test_gradients_of_adapters_are_those_of_the_weight_they_add_to():
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_reference_is_the_model_without_adapters_to_the_last_bit(precision, ranks, monkeypatch):
-    batch, rows = make_batch(build_model("llama", dtype=torch.float32)), torch.arange(8)
-    found = {}
+    batch, minibatches = make_batch(build_model("llama", dtype=torch.float32)), [torch.arange(8)]
+    found, args = {}, make_args(precision=precision)
     for moved in (False, True):
         model = with_adapters(dtype=torch.float32, moved=moved)
         with monkeypatch.context() as patch:
             patch.setattr(grpo.dist, "get_world_size", lambda: ranks)  # sharded as on so many, on one
             patch.setattr(grpo.dist, "init_device_mesh", lambda kind, _: init_device_mesh(kind, (1,)))
-            policy = grpo.shard(grpo.LogprobModel(model), CPU, precision)
+            policy = grpo.shard(grpo.LogprobModel(model), args, CPU)
         ref = partial(policy, adapters=False)
-        found[moved] = [grpo.lookup_logprobs(which, batch, [rows], 999, 0.7) for which in (policy, ref, policy)]
+        found[moved] = [grpo.lookup_logprobs(which, batch, minibatches, args) for which in (policy, ref, policy)]
         assert torch.equal(found[moved][0], found[moved][2])  # and they are on again
     assert torch.equal(found[False][0], found[False][1]) and torch.equal(found[False][0], found[True][1])
     assert (found[True][0] - found[True][1]).abs().max() > 0.1
 
 
 def test_frozen_weights_are_held_once_in_bfloat16_in_the_blocks_and_adapters_in_float32():
-    policy = grpo.shard(grpo.LogprobModel(with_adapters(dtype=torch.float32)), CPU, "bfloat16")
+    policy = grpo.shard(grpo.LogprobModel(with_adapters(dtype=torch.float32)), make_args(precision="bfloat16"), CPU)
     for name, parameter in policy.named_parameters():
         inside, adapter = ".layers." in name, ".lora_" in name
         assert parameter.dtype == (torch.bfloat16 if inside and not adapter else torch.float32), name
@@ -98,12 +111,12 @@ def test_frozen_weights_are_held_once_in_bfloat16_in_the_blocks_and_adapters_in_
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("config", ["llama", TIED], ids=["llama", "tied"])
-def test_checkpoints_are_ordinary_folders_of_one_dtype(config, precision, tmp_path):
+def test_checkpoints_are_ordinary_folders_of_one_dtype(config, precision, tmp_path, tokenizer):
     model = with_adapters(config, dtype=torch.float32)
-    policy = grpo.shard(grpo.LogprobModel(model), CPU, precision)
+    policy = grpo.shard(grpo.LogprobModel(model), make_args(precision=precision), CPU)
     before = {name: parameter.clone() for name, parameter in policy.named_parameters()}
     optimizer = torch.optim.AdamW(policy.parameters(), fused=True)
-    grpo.save(tmp_path, policy, optimizer, grpo.load_tokenizer(grpo.MODEL), 1)
+    grpo.save(tmp_path, policy, optimizer, tokenizer, 1)
     saved = load_file(tmp_path / "checkpoint" / "model.safetensors")
     plain = build_model(config, dtype=torch.float32)
     assert saved.keys() == {*plain.state_dict()} - ({"lm_head.weight"} if config is TIED else set())
@@ -111,7 +124,7 @@ def test_checkpoints_are_ordinary_folders_of_one_dtype(config, precision, tmp_pa
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint").eval()
     batch = make_batch(plain)
     with torch.no_grad():
-        error = relative_error(logprobs_of(loaded, batch), policy(*(batch[key] for key in INPUTS), 0.7)[0])
+        error = relative_error(logprobs_of(loaded, batch), policy(batch, 0.7)[0])
     assert error < (1e-5 if precision == "float32" else 0.05)
     for name, parameter in policy.named_parameters():  # saving changed nothing
         assert torch.equal(parameter, before[name])
@@ -139,9 +152,10 @@ def test_training_moves_what_adapters_reach_and_nothing_else(script, tmp_path):
 def test_gradient_checkpointing_changes_no_gradient(rank, precision):
     batch, found = make_batch(build_model("llama", dtype=torch.float32)), []
     for recomputed in (False, True):
+        args = make_args(precision=precision, gradient_checkpointing=recomputed)
         model = with_adapters(rank=rank, dtype=torch.float32) if rank else build_model("llama", dtype=torch.float32)
-        policy = grpo.shard(grpo.LogprobModel(model), CPU, precision, recomputed)
-        logprobs, _ = policy(*(batch[key] for key in INPUTS), 0.7)
+        policy = grpo.shard(grpo.LogprobModel(model), args, CPU)
+        logprobs, _ = policy(batch, 0.7)
         logprobs.sum().backward()
         trained = [parameter.grad for parameter in policy.parameters() if parameter.requires_grad]
         found.append(torch.cat([getattr(grad, "full_tensor", lambda grad=grad: grad)().flatten() for grad in trained]))
@@ -162,7 +176,7 @@ def train_adapters(folder, precision, **settings):
     rows = read_jsonl(ROOT / "data" / "addition" / "sft.jsonl")[:64]
     settings = {"model": str(TINY), "dataset": write_jsonl(folder / "rows.jsonl", rows), "eval_prompts": 16} | settings
     settings |= {"lora_rank": 8, "warmup_steps": 0, "precision": precision, "run_dir": str(folder / precision)}
-    sft.main(sft.Args(minibatch_size=48, **settings))
+    sft.main(parse(sft, minibatch_size=48, **settings))
     return read_jsonl(folder / precision / "metrics.jsonl")
 
 
@@ -180,7 +194,7 @@ def test_a_checkpoint_in_bfloat16_is_the_model_that_was_trained(tmp_path):
     lines = train_adapters(tmp_path, "bfloat16", num_steps=10, learning_rate=1e-3)
     checkpoint = str(tmp_path / "bfloat16" / "checkpoint")
     settings = {"dataset": str(tmp_path / "rows.jsonl"), "eval_prompts": 16, "precision": "bfloat16"}
-    sft.main(sft.Args(model=checkpoint, num_steps=0, run_dir=str(tmp_path / "again"), **settings))
+    sft.main(parse(sft, model=checkpoint, num_steps=0, run_dir=tmp_path / "again", **settings))
     [again] = read_jsonl(tmp_path / "again" / "metrics.jsonl")
     losses = [line["loss/nll"] for line in lines if "loss/nll" in line]
     assert losses[-1] < losses[0] - 0.01
@@ -191,6 +205,6 @@ def test_a_checkpoint_in_bfloat16_is_the_model_that_was_trained(tmp_path):
 def test_adapters_that_add_nothing_change_no_bit_in_bfloat16(config):
     """So policy and reference are equal at the start, also in layers with a bias."""
     model, batch = with_adapters(config, dtype=torch.float32, moved=False), make_batch(build_model("llama"))
-    policy = grpo.shard(grpo.LogprobModel(model), CPU, "bfloat16")
-    found = [policy(*(batch[key] for key in INPUTS), 0.7, adapters=adapters)[0] for adapters in (True, False)]
+    policy = grpo.shard(grpo.LogprobModel(model), make_args(precision="bfloat16"), CPU)
+    found = [policy(batch, 0.7, adapters)[0] for adapters in (True, False)]
     assert torch.equal(*found)

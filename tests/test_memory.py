@@ -34,8 +34,9 @@ def make_policy(config, settings):
     """A random policy as main of grpo.py makes it."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
-    model = grpo.add_adapters(model, settings.lora_rank) if settings.lora_rank else model
-    return grpo.shard(grpo.LogprobModel(model), CPU, settings.precision, settings.gradient_checkpointing)
+    if settings.lora_rank:
+        grpo.add_adapters(model, settings.lora_rank)
+    return grpo.shard(grpo.LogprobModel(model), settings, CPU)
 
 
 def count_peak(run):
@@ -62,8 +63,11 @@ def count_update(config, settings, rows):
     ids = torch.randint(0, config.vocab_size, (rows, settings.max_prompt_length + settings.max_completion_length))
     ids = ids.split([settings.max_prompt_length, settings.max_completion_length], 1)
 
+    batch = {"prompt_ids": ids[0], "prompt_mask": torch.ones_like(ids[0])}
+    batch |= {"completion_ids": ids[1], "completion_mask": torch.ones_like(ids[1])}
+
     def run():
-        policy(ids[0], torch.ones_like(ids[0]), ids[1], torch.ones_like(ids[1]), 1.0)[0].sum().backward()
+        policy(batch, 1.0)[0].sum().backward()
 
     run()
     return count_peak(run)
@@ -80,7 +84,7 @@ def test_bytes_of_weights_gradients_and_moments_are_exact(rank, precision, tied)
     settings.precision, settings.kl_coef = precision, 0.04
     policy = make_policy(config, settings)
     reference = AutoModelForCausalLM.from_config(config).requires_grad_(False)
-    reference = grpo.shard(grpo.LogprobModel(reference), CPU, precision)
+    reference = grpo.shard(grpo.LogprobModel(reference), settings, CPU)
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     trained = [weight for weight in policy.parameters() if weight.requires_grad]
     for weight in trained:
@@ -105,7 +109,7 @@ def test_ppo_has_a_value_model_and_a_reward_model_too():
     value_model = AutoModelForSequenceClassification.from_config(config)
     weights, gradients = memory.weight_bytes(memory.count_models(config, "ppo_rlhf"), settings, ranks=1)
     assert weights["value model"] == count_bytes(value_model.parameters())
-    scorer = ppo_rlhf.shard(ppo_rlhf.ScoreModel(value_model.requires_grad_(False)), CPU, "bfloat16")
+    scorer = ppo_rlhf.shard(ppo_rlhf.ScoreModel(value_model.requires_grad_(False)), settings, CPU)
     assert weights["reward model"] == count_bytes(scorer.parameters())
     assert gradients == weights["policy"] + weights["value model"]
 

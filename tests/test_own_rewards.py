@@ -6,52 +6,61 @@ import re
 import numpy
 import pytest
 import torch
-from tiny import SCRIPTS, read_jsonl, write_jsonl
+from tiny import SCRIPTS, parse, read_jsonl, write_jsonl
 
 import dapo
 import dr_grpo
 import grpo
 
 SMALL = {"num_steps": 1, "prompts_per_step": 4, "group_size": 4, "minibatch_size": 8, "max_completion_length": 16}
-SMALL |= {"eval_prompts": 4, "overlong_buffer": 4, "max_rounds": 1}
+SMALL |= {"eval_prompts": 4, "max_rounds": 1}
 ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i), "level": i % 3} for i in range(1, 13)]
 
 
 def small_args(script, folder, rows=ROWS, **settings):
     names = vars(script.Args())
     given = SMALL | {"dataset": write_jsonl(folder / "rows.jsonl", rows), "run_dir": str(folder / "run")} | settings
-    return script.Args(**{name: value for name, value in given.items() if name in names})
+    return parse(script, **{name: value for name, value in given.items() if name in names})
 
 
 def logged(folder, name="metrics"):
     return read_jsonl(folder / "run" / f"{name}.jsonl")
 
 
-def rewards_of(monkeypatch, rewards):
-    """What rollout makes of these rewards for two completions, "one" and "two"."""
-    monkeypatch.setattr(grpo, "sample_completions", lambda *_: ({"lengths": torch.ones(2)}, ["one", "two"]))
+def train_on(rewards, monkeypatch, folder, num_steps=1):
+    """A run in which two groups of two completions get these rewards."""
+    sizes = {"prompts_per_step": 2, "group_size": 2, "minibatch_size": 4, "eval_prompts": 0, "num_steps": num_steps}
     monkeypatch.setattr(grpo, "score_completions", lambda *_: rewards)
-    return grpo.rollout(None, None, [{}], 2, 1.0, [], None)[0]["rewards"].tolist()
+    grpo.main(small_args(grpo, folder, **sizes))
 
 
-ARRAYS = [numpy.array([0.5, 1.0]), torch.tensor([0.5, 1.0]), (0.5, 1.0)]
-ARRAYS += [[torch.tensor(0.5), True], [numpy.float32(0.5), 1]]
+ARRAYS = [numpy.array([0.5, 1.0, 0.0, 2.0]), torch.tensor([0.5, 1.0, 0.0, 2.0]), (0.5, 1.0, 0, 2)]
+ARRAYS += [[torch.tensor(0.5), True, False, torch.tensor(2.0)], [numpy.float32(0.5), 1, numpy.int64(0), 2.0]]
 
 
 @pytest.mark.parametrize("rewards", ARRAYS)
-def test_numbers_of_any_kind_are_rewards_and_so_are_arrays_of_them(rewards, monkeypatch):
-    assert rewards_of(monkeypatch, rewards) == [0.5, 1.0]
+def test_numbers_of_any_kind_are_rewards_and_so_are_arrays_of_them(rewards, monkeypatch, tmp_path):
+    train_on(rewards, monkeypatch, tmp_path)
+    assert logged(tmp_path)[0]["reward/mean"] == 0.875
+    assert logged(tmp_path, "samples")[0]["rewards"] == [0.5, 1.0]
 
 
-BAD = [None, [], [1.0], [1.0] * 3, 1.0, (i for i in "ab"), torch.tensor(1.0)]
-BAD += [[0.0, reward] for reward in (math.nan, math.inf, 1e39, 10**400, "much", None, [1.0, 2.0], {})]
+BAD = [None, [], [1.0], [0.0, 1.0], [1.0] * 3, [0.0, 1.0] * 3, 1.0, (i for i in "ab"), torch.tensor(1.0)]
+BAD += [[0.0, 0.0, 0.0, reward] for reward in (10**400, "much", None, [1.0, 2.0], {})]
 
 
 @pytest.mark.parametrize("rewards", BAD)
-def test_a_finite_reward_for_each_completion_is_asked_for(rewards, monkeypatch):
-    with pytest.raises(SystemExit, match="^score_completions .* 2 ") as error:
-        rewards_of(monkeypatch, rewards)
-    assert "\n" not in str(error.value)
+@pytest.mark.usefixtures("alone")
+def test_a_number_for_each_completion_is_asked_for(rewards, monkeypatch, tmp_path):
+    with pytest.raises((TypeError, SystemExit), match="score_completions returned|not iterable|0-d tensor"):
+        train_on(rewards, monkeypatch, tmp_path)
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, 1e39])
+@pytest.mark.usefixtures("alone")
+def test_rewards_that_are_not_finite_train_nothing_and_end_the_run(reward, monkeypatch, tmp_path):
+    with pytest.raises(SystemExit, match="gradient's norm was nan three times in a row"):
+        train_on([0.0, 1.0, 0.0, reward], monkeypatch, tmp_path, num_steps=4)
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
@@ -85,7 +94,7 @@ def test_accuracy_is_by_the_rule_where_a_bonus_changes_the_reward(tmp_path, monk
 @pytest.mark.parametrize("script", [grpo, dapo])
 def test_a_reward_that_needs_no_answers_needs_no_column_of_them(script, tmp_path, monkeypatch):
     rows = [{"prompt": row["prompt"]} for row in ROWS]
-    with pytest.raises(SystemExit, match="^score_completions .*None"):  # the rule does need them
+    with pytest.raises(TypeError, match="NoneType"):  # the rule does need them
         script.main(small_args(script, tmp_path, rows, run_dir=str(tmp_path / "by rule")))
     monkeypatch.setattr(script, "reward_fn", lambda text, _answer: len(text) % 3)
     script.main(small_args(script, tmp_path, rows))
@@ -120,15 +129,15 @@ def test_the_reward_that_is_trained_on_is_logged_beside_the_rule_s(script, tmp_p
 
 
 @pytest.mark.parametrize("script", [grpo, dr_grpo])
-def test_it_is_told_where_there_begins_to_be_nothing_to_learn_from(script, tmp_path, monkeypatch, capfd):
-    """Once for each time that it begins: here there is something in the first and in the eighth step."""
-    steps, rollout = [], script.rollout
-    monkeypatch.setattr(script, "rollout", lambda *args: steps.append(0) or rollout(*args))
+def test_it_is_told_where_there_is_nothing_to_learn_from(script, tmp_path, monkeypatch, capfd):
+    """After five steps: here there is something in the first and in the twelfth."""
+    steps, sample = [], script.sample_completions
+    monkeypatch.setattr(script, "sample_completions", lambda *args: steps.append(0) or sample(*args))
     monkeypatch.setattr(
-        script, "score_completions", lambda texts, _: [i % 2 * (len(steps) in (1, 8)) for i, _ in enumerate(texts)]
+        script, "score_completions", lambda texts, _: [i % 2 * (len(steps) in (1, 12)) for i, _ in enumerate(texts)]
     )
     script.main(small_args(script, tmp_path, num_steps=15, eval_prompts=0))
-    told = [line for line in "".join(capfd.readouterr()).splitlines() if "nothing to learn from" in line]
-    assert [re.search("step ([0-9]+)", line)[1] for line in told] == ["6", "13"]
-    live = [line["rollout/live"] > 0 for line in logged(tmp_path)[1:]]
-    assert [step for step, found in enumerate(live, 1) if found] == [1, 8]
+    told = [line for line in "".join(capfd.readouterr()).splitlines() if "no learning signal" in line]
+    assert [re.search("step ([0-9]+)", line)[1] for line in told] == ["10"]
+    signals = [line["reward/zero_std"] < 1 for line in logged(tmp_path)]
+    assert [step for step, found in enumerate(signals, 1) if found] == [1, 12]

@@ -5,9 +5,18 @@ import json
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
-from tiny import ROOT, SIZES, build_model, call_accumulate_gradients, make_args, make_batch, read_jsonl, relative_error
+from tiny import (
+    ROOT,
+    SIZES,
+    build_model,
+    call_accumulate_gradients,
+    make_args,
+    make_batch,
+    parse,
+    read_jsonl,
+    relative_error,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -34,7 +43,9 @@ def make_model(kind="llama"):
 
 def make_policy(kind="llama", precision="bfloat16", rank=0):
     model = make_model(kind)
-    return grpo.shard(grpo.LogprobModel(grpo.add_adapters(model, rank) if rank else model), CPU, precision)
+    if rank:
+        grpo.add_adapters(model, rank)
+    return grpo.shard(grpo.LogprobModel(model), make_args(precision=precision), CPU)
 
 
 def whole(tensor):
@@ -54,7 +65,7 @@ def test_blocks_compute_in_bfloat16_and_all_else_and_the_gradients_are_float32(k
     for name, module in policy.named_modules():
         if isinstance(module, torch.nn.Linear | transformers.pytorch_utils.Conv1D):
             module.register_forward_hook(record(name))
-    logprobs, _ = policy(*(batch[key] for key in INPUTS), 0.7)
+    logprobs, _ = policy(batch, 0.7)
     inside = [dtypes for name, dtypes in seen.items() if not name.endswith("lm_head")]
     assert len(inside) >= 8 and all(dtypes == {torch.bfloat16} for dtypes in inside)
     assert seen["model.lm_head"] == {torch.float32} and logprobs.dtype == torch.float32
@@ -92,10 +103,11 @@ def test_nothing_stays_gathered_after_a_forward_pass_without_gradient(trained, m
     with monkeypatch.context() as patch:
         patch.setattr(grpo.dist, "get_world_size", lambda: 2)  # sharded as on two, on one
         patch.setattr(grpo.dist, "init_device_mesh", lambda kind, _: init_device_mesh(kind, (1,)))
-        policy = grpo.shard(grpo.LogprobModel(make_model().requires_grad_(trained)), CPU, "float32")
+        model = make_model().requires_grad_(trained)
+        policy = grpo.shard(grpo.LogprobModel(model), make_args(precision="float32"), CPU)
     batch = make_batch(make_model())
     with torch.no_grad():
-        policy(*(batch[key] for key in INPUTS), 0.7)
+        policy(batch, 0.7)
     assert all(isinstance(parameter, DTensor) for parameter in policy.parameters())
 
 
@@ -140,8 +152,8 @@ def test_the_sampler_has_the_log_probabilities_of_the_policy_to_the_last_bit(kin
     policy, batch = make_policy(kind, rank=rank), make_batch(make_model(kind))
     with torch.no_grad():
         with grpo.gathered(policy) as sampler:
-            found = grpo.LogprobModel(sampler)(*(batch[key] for key in INPUTS), 0.7)
-        again = policy(*(batch[key] for key in INPUTS), 0.7)
+            found = grpo.LogprobModel(sampler)(batch, 0.7)
+        again = policy(batch, 0.7)
     assert torch.equal(found[0], again[0]) and torch.equal(found[1], again[1])
 
 
@@ -152,11 +164,11 @@ def test_what_the_sampler_decodes_has_nearly_the_log_probabilities_of_the_policy
     policy = make_policy(kind)
     policy.model.set_attn_implementation(attention)
     torch.manual_seed(1)
-    prompts = grpo.pad_left([[3, 4, 5, 6, 7, 8], [9], [2, 3]] * 20, 0, CPU)
+    prompts = grpo.pad_left([{"prompt_ids": ids} for ids in ([3, 4, 5, 6, 7, 8], [9], [2, 3])] * 20, CPU)
     with grpo.gathered(policy) as sampler, torch.no_grad():
         *completions, sampler_logprobs = grpo.generate(sampler, *prompts, 12, 1.0, [1], 0, with_logprobs=True)
     with torch.no_grad():
-        logprobs, _ = policy(*prompts, *completions, 1.0)
+        logprobs, _ = policy(dict(zip(INPUTS, [*prompts, *completions])), 1.0)
     log_weight = logprobs - sampler_logprobs
     assert log_weight.isfinite().all()
     assert ((log_weight.expm1() - log_weight).sum() / completions[1].sum()).item() < 1e-3
@@ -168,16 +180,16 @@ def test_what_the_sampler_decodes_has_nearly_the_log_probabilities_of_the_policy
 def make_main_args(script, folder=None, **settings):
     """Settings of a short run; what learns from a large file of rows gets a few of them, in the folder."""
     sizes = {"num_steps": 4, "prompts_per_step": 4, "group_size": 4, "minibatch_size": 8, "max_completion_length": 24}
-    sizes |= {"eval_every": 2, "eval_prompts": 8, "save_every": 2, "warmup_steps": 0, "overlong_buffer": 4}
-    sizes |= {"reward_model": str(ROOT / "models" / "tiny-reward")} if script is ppo_rlhf else {}
-    sizes |= {"minibatch_size": 4} if script is ppo_rlhf else {}
+    sizes |= {"eval_every": 2, "eval_prompts": 8, "save_every": 2, "warmup_steps": 0}
+    if script is ppo_rlhf:
+        sizes["minibatch_size"] = 4
     files = {"sft": "addition/sft.jsonl"} | dict.fromkeys(("dpo", "reward_model"), "preferences/train.jsonl")
     if folder and script.__name__ in files:
         rows = (ROOT / "data" / files[script.__name__]).read_text().splitlines()[:64]
         (folder / "rows.jsonl").write_text("\n".join(rows))
         sizes["dataset"] = str(folder / "rows.jsonl")
     given = sizes | {"learning_rate": 1e-3} | settings
-    return script.Args(**{name: value for name, value in given.items() if hasattr(script.Args, name)})
+    return parse(script, **{name: value for name, value in given.items() if hasattr(script.Args, name)})
 
 
 class Stop(Exception):
@@ -209,32 +221,33 @@ def test_start_up_holds_one_whole_float32_model_at_most(monkeypatch, tmp_path):
 def test_the_reference_is_what_the_policy_was_to_the_last_bit():
     """Also in bfloat16, where one is cast for each forward and the other was rounded once."""
     policy, ref = make_policy(), make_model().requires_grad_(False)
-    batch, rows = make_batch(make_model()), torch.arange(8)
-    ref = grpo.shard(grpo.LogprobModel(ref), CPU, "bfloat16")
-    before = grpo.lookup_logprobs(policy, batch, [rows], 999, 0.7)
-    assert torch.equal(grpo.lookup_logprobs(ref, batch, [rows], 999, 0.7), before)
+    batch, minibatches, args = make_batch(make_model()), [torch.arange(8)], make_args(precision="bfloat16")
+    ref = grpo.shard(grpo.LogprobModel(ref), args, CPU)
+    before = grpo.lookup_logprobs(policy, batch, minibatches, args)
+    assert torch.equal(grpo.lookup_logprobs(ref, batch, minibatches, args), before)
     assert {parameter.dtype for parameter in ref.model.base_model.layers.parameters()} == {torch.bfloat16}
     for parameter in policy.parameters():
         parameter.data.mul_(1.1)
-    assert torch.equal(grpo.lookup_logprobs(ref, batch, [rows], 999, 0.7), before)
+    assert torch.equal(grpo.lookup_logprobs(ref, batch, minibatches, args), before)
 
 
 def test_a_rollout_of_ppo_gathers_the_policy_and_not_the_value_model(tmp_path, monkeypatch):
-    parts, gathered, shard, rollout = [], [], ppo_rlhf.shard, ppo_rlhf.rollout
+    parts, gathered, shard, generate = [], [], ppo_rlhf.shard, ppo_rlhf.generate
 
     def recorded_shard(part, *settings):
         parts.append(shard(part, *settings))
         return parts[-1]
 
-    def recorded_rollout(*inputs):
+    def recorded_generate(*inputs, **options):
         gathered.append([not any(isinstance(weight, DTensor) for weight in part.parameters()) for part in parts[:2]])
-        return rollout(*inputs)
+        return generate(*inputs, **options)
 
     monkeypatch.setattr(ppo_rlhf, "shard", recorded_shard)
-    monkeypatch.setattr(ppo_rlhf, "rollout", recorded_rollout)
+    monkeypatch.setattr(ppo_rlhf, "generate", recorded_generate)
     settings = {"precision": "bfloat16", "num_steps": 1, "reward_model": "none", "kl_coef": 0.0}
     ppo_rlhf.main(make_main_args(ppo_rlhf, tmp_path, **settings, run_dir=str(tmp_path / "run")))
-    assert len(parts) == 2 and len(gathered) >= 3 and all(found == [True, False] for found in gathered)
+    assert gathered.pop(0) == []  # that of check_model, before anything is sharded
+    assert len(parts) == 2 and len(gathered) == 5 and all(found == [True, False] for found in gathered)
 
 
 RUNS = {
@@ -254,8 +267,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(name, tmp_path, monkeypatch):
     for run, num_steps in (("whole", 4), ("parts", 2)):
         args = make_main_args(script, tmp_path, **settings, num_steps=num_steps, run_dir=str(tmp_path / run))
         script.main(args)
-        assert dist.is_initialized()  # it was not made by main
-    script.main(script.Args(resume=str(tmp_path / "parts"), num_steps=4))
+    script.main(parse(script, resume=tmp_path / "parts", num_steps=4))
     for file in ("checkpoint/model.safetensors", "samples.jsonl", "eval_samples.jsonl"):
         if (tmp_path / "whole" / file).exists():
             assert (tmp_path / "whole" / file).read_bytes() == (tmp_path / "parts" / file).read_bytes(), file
@@ -267,7 +279,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(name, tmp_path, monkeypatch):
 def test_the_embedded_task_is_learned_in_bfloat16(tmp_path):
     """Begun: `python benchmark/variants.py precision` has whole runs of every script."""
     settings = {"num_steps": 12, "learning_rate": 3e-4, "eval_prompts": 0, "run_dir": str(tmp_path / "run")}
-    grpo.main(grpo.Args(precision="bfloat16", **settings))
+    grpo.main(parse(grpo, precision="bfloat16", **settings))
     lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")[-12:]
     rewards = [line["reward/mean"] for line in lines]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1

@@ -22,6 +22,14 @@ KINDS = ("chosen", "rejected")
 each_script = pytest.mark.parametrize("script", [reward_model, dpo])
 
 
+@pytest.fixture(scope="module", autouse=True)
+def group():
+    """A process group of one."""
+    dpo.init_ranks()
+    yield
+    torch.distributed.destroy_process_group()
+
+
 def results_of(script, inputs, **settings):
     """Loss, gradients of its first two inputs and metrics."""
     inputs = [x.detach().clone() for x in inputs]
@@ -206,13 +214,13 @@ def folder(request, tmp_path):
     return model
 
 
-@pytest.mark.usefixtures("alone")
 def test_the_score_is_read_at_the_stop_token_by_us_and_by_hugging_face(folder, tmp_path):
     torch.manual_seed(0)
     model, tokenizer = load_scorer(reward_model, folder)
     assert tokenizer.eos_token_id == reward_model.find_turn_end(tokenizer) == STOP_ID != tokenizer.pad_token_id
-    prompt_ids = reward_model.encode_prompt(tokenizer, "1+2=", "")
-    reward_model.check_model(model, prompt_ids, 32, STOP_ID)
+    prompt_ids = reward_model.encode_prompt(tokenizer, reward_model.as_messages("1+2=", ""))
+    pair = {"prompt_ids": prompt_ids, "chosen_ids": [10, STOP_ID]}
+    reward_model.check_scores(model, pair)
     # Padding, stop and other special ids may be sampled in the middle; the last is a stop token.
     completions = [[10, STOP_ID], [STOP_ID], [0, tokenizer.pad_token_id, STOP_ID, 12, STOP_ID], [STOP_ID, 0, STOP_ID]]
     policy = reward_model.ScoreModel(model)
@@ -223,7 +231,7 @@ def test_the_score_is_read_at_the_stop_token_by_us_and_by_hugging_face(folder, t
     encoded = [{"input_ids": prompt_ids + ids} for ids in completions]
     padded = saved_tokenizer.pad(encoded, return_tensors="pt", padding_side="right")
     alone = [torch.tensor([row["input_ids"]]) for row in encoded]
-    prompts = *reward_model.pad_left([prompt_ids] * 4, tokenizer.pad_token_id, "cpu"), *pad_right(completions, 7)
+    prompts = *reward_model.pad_left([pair] * 4, "cpu"), *pad_right(completions, 7)
     with torch.no_grad():
         ours = reward_model.sequence_scores(model, *prompts)
         theirs = loaded(**padded).logits.squeeze(1)
@@ -233,8 +241,8 @@ def test_the_score_is_read_at_the_stop_token_by_us_and_by_hugging_face(folder, t
     torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-4)
     assert (ours - torch.cat(before_last)).abs().min() > 1e-3
     model.config.pad_token_id = STOP_ID  # with which Hugging Face would read the score one token early
-    with pytest.raises(SystemExit, match="its score is .* in Hugging Face"):
-        reward_model.check_model(model, prompt_ids, 32, STOP_ID)
+    with pytest.raises(SystemExit, match="a score is .* in Hugging Face"):
+        reward_model.check_scores(model, pair)
 
 
 def test_a_tokenizer_without_spare_special_token_gets_a_new_one(tmp_path):
@@ -249,7 +257,7 @@ def test_a_tokenizer_without_spare_special_token_gets_a_new_one(tmp_path):
     model, loaded = load_scorer(reward_model, tmp_path)
     assert loaded.pad_token_id == len(tokenizer) == model.config.pad_token_id
     assert model.get_input_embeddings().num_embeddings == len(tokenizer) + 1
-    reward_model.check_model(model, [3, 4], 32, loaded.eos_token_id)
+    reward_model.check_scores(model, {"prompt_ids": [3, 4], "chosen_ids": [5, loaded.eos_token_id]})
 
 
 # ---- gradients that are accumulated
@@ -257,8 +265,8 @@ def test_a_tokenizer_without_spare_special_token_gets_a_new_one(tmp_path):
 
 def collate(script, order=range(8), margin=0):
     """A batch of the pairs in this order, with columns of nothing but garbage on the outside."""
-    batch = script.collate_pairs([PAIRS[i] for i in order], PAD_ID, "cpu")
-    for key in [key for key in batch if key != "lengths"]:
+    batch = script.collate_pairs([PAIRS[i] for i in order], "cpu")
+    for key in [key for key in batch if key.endswith(("ids", "mask"))]:
         sides = (margin, 0) if key.startswith("prompt") else (0, margin)
         batch[key] = torch.nn.functional.pad(batch[key], sides, value=0 if "mask" in key else 7)
     return batch
@@ -292,8 +300,8 @@ def wholes(policies):
 @each_script
 def test_accumulated_gradient_is_that_of_the_mean_loss(script, policies, wholes):
     model, batch, inputs = policies[script].model, collate(script), []
-    for key in KINDS:
-        arguments = batch["prompt_ids"], batch["prompt_mask"], batch[f"{key}_ids"], batch[f"{key}_mask"]
+    for ids, mask in zip(batch["completion_ids"].unbind(1), batch["completion_mask"].unbind(1)):
+        arguments = batch["prompt_ids"], batch["prompt_mask"], ids, mask
         if script is dpo:
             inputs.append(dpo.token_logprobs(model, *arguments, 1.0)[0].sum(1))
         else:
@@ -302,7 +310,6 @@ def test_accumulated_gradient_is_that_of_the_mean_loss(script, policies, wholes)
         inputs += [*tensor(REFERENCES).T, 0.1, 0.0]
     loss, metrics = script.preference_loss(*inputs)
     assert relative_error(wholes[script][0], gradient_of(model, loss / 8)) < 1e-9
-    metrics["num_pairs"] = 8
     torch.testing.assert_close(dict(wholes[script][1]), metrics, rtol=1e-9, atol=1e-12)
     assert 0 < metrics["pair/accuracy"] < 8
 
@@ -342,11 +349,11 @@ def test_sums_of_log_probabilities_are_in_the_order_of_the_pairs(policies, budge
     """To find them is no training."""
     policy, args = policies[dpo], dpo.Args(microbatch_tokens=budget)
     policy.zero_grad()
-    found = dpo.look_up_pairs(dpo.pair_logprobs, policy, PAIRS, PAD_ID, args, 0, 1)
+    found = dpo.look_up_pairs(policy, PAIRS, args)
     assert not found.requires_grad and all(parameter.grad is None for parameter in policy.parameters())
     for row, key in zip(found, KINDS):
         with torch.no_grad():
-            expected = policy(*score_inputs(f"{key}_ids"), 1.0)[0].sum(1)
+            expected = dpo.token_logprobs(policy.model, *score_inputs(f"{key}_ids"), 1.0)[0].sum(1)
         torch.testing.assert_close(row, expected, rtol=1e-9, atol=1e-9)
 
 
@@ -357,11 +364,10 @@ def test_numbers_of_more_pairs_than_are_read_at_once(policies, monkeypatch):
     ]
     read, collate_pairs = [], dpo.collate_pairs
     monkeypatch.setattr(dpo, "collate_pairs", lambda rows, *rest: read.append(len(rows)) or collate_pairs(rows, *rest))
-    settings = dpo.pair_logprobs, policies[dpo]
-    found = dpo.look_up_pairs(*settings, pairs, PAD_ID, dpo.Args(microbatch_tokens=2048), 0, 1)
+    found = dpo.look_up_pairs(policies[dpo], pairs, dpo.Args(microbatch_tokens=2048))
     assert read == [1024, 6]
     some = [0, 1023, 1024, 1029]
-    expected = dpo.look_up_pairs(*settings, [pairs[i] for i in some], PAD_ID, dpo.Args(microbatch_tokens=9), 0, 1)
+    expected = dpo.look_up_pairs(policies[dpo], [pairs[i] for i in some], dpo.Args(microbatch_tokens=9))
     torch.testing.assert_close(found[:, some], expected, rtol=1e-9, atol=0)
 
 
@@ -373,7 +379,7 @@ def test_pairs_are_evaluated_as_they_are_trained_on(script, policies, wholes, bu
     pairs = [{**pair, "ref_logprobs": REFERENCES[i]} for i, pair in enumerate(PAIRS)]
     args = script.Args(microbatch_tokens=budget, **({"beta": 0.1} if script is dpo else {}))
     evaluate = dpo.evaluate_pairs if script is dpo else reward_model.evaluate
-    found = evaluate(policies[script], pairs, PAD_ID, args, 0, 1)
+    found = evaluate(policies[script], pairs, args)
     assert all(parameter.grad is None for parameter in policies[script].parameters())
     sums = {"eval/pair_" + key.rpartition("/")[2]: float(value) for key, value in wholes[script][1].items()}
     sums["eval/pair_loss"] = sums.pop("eval/pair_preference")
@@ -395,8 +401,7 @@ def results(tmp_path_factory):
 @pytest.fixture(scope="module")
 def expected():
     """The same in this one process."""
-    yield preference_ranks.run()
-    torch.distributed.destroy_process_group()
+    return preference_ranks.run()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,15 +1,14 @@
 """grpo_process.py: steps in the text and among the tokens, their advantages by hand, and what main makes of them."""
 
 import itertools
-import warnings
 
 import pytest
 import tokenizers
 import torch
 from test_copies import definitions
 from test_losses import gradient_of, random_inputs, tensor
-from tiny import read_jsonl, record
-from transformers import PreTrainedTokenizerFast
+from tiny import TINY, parse, read_jsonl, record
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import grpo
@@ -131,7 +130,7 @@ def written_by(tokenizer, ids):
 @pytest.mark.parametrize(
     "make_tokenizer, text",
     [
-        (lambda: grpo.load_tokenizer(grpo.MODEL), THOUGHT),
+        (lambda: AutoTokenizer.from_pretrained(TINY), THOUGHT),
         (byte_pair_tokenizer, THOUGHT),
         (byte_pair_tokenizer, "9+1=10;10+5=15;"),
         (byte_pair_tokenizer, "1+1=2;" * 5),
@@ -163,9 +162,9 @@ def test_the_tokens_of_the_second_tokenizer_are_the_hard_cases():
 
 
 @pytest.mark.parametrize("step", [(0, 1.0), (-3, 1.0), (5, float("nan")), (5, float("inf")), (float("nan"), 1.0)])
-def test_a_step_without_place_or_reward_is_one_line(step, monkeypatch):
+def test_a_step_without_place_or_reward_is_refused(step, monkeypatch):
     monkeypatch.setattr(grpo_process, "step_rewards", lambda *_: [(3, 1.0), step])
-    with pytest.raises(SystemExit, match=r"step_rewards: \(.*\) is no \(end, reward\), of the completion '1\+1=2;'"):
+    with pytest.raises(SystemExit, match=r"step_rewards returned \(.*\), which is no \(end, reward\)"):
         grpo_process.find_steps(byte_pair_tokenizer(), [5, 6], "1+1=2;", {}, 1.0)
 
 
@@ -240,14 +239,14 @@ def train(folder, monkeypatch, **settings):
     """Run main; return its metrics, and what reached accumulate_gradients: batches and rows."""
     calls = record(monkeypatch, grpo_process, "accumulate_gradients")
     settings = SMALL | {"eval_prompts": 0, "run_dir": str(folder / "run")} | settings
-    grpo_process.main(grpo_process.Args(**settings))
+    grpo_process.main(parse(grpo_process, **settings))
     seen = [(batch, rows.tolist()) for (_, batch, rows, *_), _ in calls]
-    return read_jsonl(folder / "run" / "metrics.jsonl")[1], seen
+    return read_jsonl(folder / "run" / "metrics.jsonl")[0], seen
 
 
 def test_main_gives_each_token_the_rewards_of_the_steps_to_come(tmp_path, monkeypatch):
     """A step after every second character, right where that is a digit."""
-    calls, rollouts = [], record(monkeypatch, grpo_process, "rollout")
+    calls, rollouts = [], record(monkeypatch, grpo_process, "sample_completions")
 
     def step_rewards(completion, row):
         calls.append((completion, row["prompt"]))
@@ -255,8 +254,8 @@ def test_main_gives_each_token_the_rewards_of_the_steps_to_come(tmp_path, monkey
 
     monkeypatch.setattr(grpo_process, "step_rewards", step_rewards)
     line, seen = train(tmp_path, monkeypatch, kl_coef=0.0)
-    ((_, _, prompts, *_), (batch, texts)), tokenizer = rollouts[0], grpo_process.load_tokenizer(grpo_process.MODEL)
-    assert calls == [(text, prompts[row // 4]["prompt"]) for row, text in enumerate(texts)]
+    [((_, tokenizer, prompts, *_), (batch, texts))] = rollouts
+    assert calls == [(text, prompt["prompt"]) for text, prompt in zip(texts, prompts)]
     ids, rewards = batch["completion_ids"].tolist(), batch["rewards"].tolist()
     steps = [
         grpo_process.find_steps(tokenizer, ids[row], texts[row], {"prompt": ""}, rewards[row]) for row in range(16)
@@ -264,7 +263,7 @@ def test_main_gives_each_token_the_rewards_of_the_steps_to_come(tmp_path, monkey
     expected = grpo_process.compute_advantages(steps, 4, batch["completion_mask"])
     assert torch.equal(seen[0][0]["advantages"], expected) and (expected != expected[:, :1]).any()
     assert line["reward/mean"] == pytest.approx(sum(rewards) / 16)
-    assert line["rollout/live"] == 1 and sorted(row for _, rows in seen for row in rows) == list(range(16))
+    assert batch["live"].all() and sorted(row for _, rows in seen for row in rows) == list(range(16))
 
 
 def test_how_many_steps_were_found_by_hand(tmp_path, monkeypatch):
@@ -281,21 +280,17 @@ def test_how_many_steps_were_found_by_hand(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("steps", [0, 1])
-def test_rollouts_without_any_step_are_told_of_once(steps, tmp_path, monkeypatch):
-    """Not evaluations, which are of the final answer; before training greedy completions here show no steps at all."""
+def test_rollouts_without_any_step_are_told_of(steps, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(grpo_process, "step_rewards", lambda _, row: [(1, float(row["answer"]))] * steps)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("default")
-        line, _ = train(tmp_path, monkeypatch, kl_coef=0.0, num_steps=2)
-    told = [str(warning.message) for warning in told if "step_rewards" in str(warning.message)]
-    assert told == ["step_rewards found no step in a whole rollout: this is GRPO"] * (1 - steps)
+    line, _ = train(tmp_path, monkeypatch, kl_coef=0.0, num_steps=2)
+    told = [text for text in capsys.readouterr().out.splitlines() if "step_rewards" in text]
+    expected = "step_rewards found no step in any completion, so that this step is plain GRPO"
+    assert told == [f"step {step}: {expected}" for step in (1, 2)] * (1 - steps)
     assert line["rollout/steps"] == steps
 
 
 def test_the_shipped_rule_finds_steps_from_the_first_rollout_on(tmp_path, monkeypatch):
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "step_rewards")
-        line, _ = train(tmp_path, monkeypatch, kl_coef=0.0, max_completion_length=48)
+    line, _ = train(tmp_path, monkeypatch, kl_coef=0.0, max_completion_length=48)
     assert line["rollout/steps"] > 0
 
 
@@ -309,7 +304,8 @@ def test_groups_of_equal_steps_cost_no_pass(tmp_path, monkeypatch):
 
     monkeypatch.setattr(grpo_process, "step_rewards", step_rewards)
     monkeypatch.setattr(grpo_process, "reward_fn", lambda *_: 0.0)
+    calls = record(monkeypatch, grpo_process, "policy_loss")
     line, seen = train(tmp_path, monkeypatch, kl_coef=0.0)
-    assert sorted(row for _, rows in seen for row in rows) == list(range(4, 16))
-    assert line["rollout/live"] == 0.75 and line["reward/mean"] == 0
-    assert line["reward/zero_std"] == 1 and line["optim/grad_norm"] > 0
+    assert seen[0][0]["live"].tolist() == [False] * 4 + [True] * 12
+    assert sum(len(logprobs) for (logprobs, *_), _ in calls) == 12
+    assert line["reward/mean"] == 0 and line["reward/zero_std"] == 1 and line["optim/grad_norm"] > 0

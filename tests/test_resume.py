@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import pytest
-import tyro
 from processes import SECONDS, Forked, Ranks
 from safetensors.torch import load_file
 
@@ -40,13 +39,13 @@ def killed(*args, **kwargs):
     os.kill(os.getpid(), 9)
 script.dcp.save = killed
 """,
-    "old checkpoint put aside, new one not yet in its place": """
-rename = script.Path.rename
-def killed(path, target):
-    rename(path, target)
-    if path.name == "checkpoint":
+    "old checkpoint removed, new one not yet in its place": """
+rmtree = script.shutil.rmtree
+def killed(path, **settings):
+    rmtree(path, **settings)
+    if str(path).endswith("/checkpoint"):
         os.kill(os.getpid(), 9)
-script.Path.rename = killed
+script.shutil.rmtree = killed
 """,
 }
 
@@ -86,6 +85,12 @@ def assert_same_run(run, reference):
     assert all(weights[name].equal(expected[name]) for name in expected)
 
 
+def main_of(script, flags, monkeypatch):
+    """Run a script in this process."""
+    monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *flags])
+    script.main(script.parse_args())
+
+
 def compare_killed_and_resumed(script, flags, kill_at_call, folder, monkeypatch, more=""):
     """Compare a run that was killed and resumed with one that was not, and return their folders. The killed run is a
     process of its own; the others are in this one, which has not seen what that one did.
@@ -93,19 +98,18 @@ def compare_killed_and_resumed(script, flags, kill_at_call, folder, monkeypatch,
     run, reference = folder / "run", folder / "reference"
     kill = KILLS["in the first step after a save"].replace("KILL_AT_CALL", kill_at_call)
     process = start(script.__name__, [*flags, "--run-dir", str(run)], more + kill)
-    monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py"])
-    script.main(tyro.cli(script.Args, args=[*flags, "--run-dir", str(reference)]))
+    main_of(script, [*flags, "--run-dir", str(reference)], monkeypatch)
     finish(process, -signal.SIGKILL)
     assert [line["step"] for line in logged(run)] == list(range(5))
     assert [path.name for path in (run / "state").iterdir()] == ["00000004"]
-    script.main(script.Args(resume=str(run)))
+    main_of(script, ["--resume", str(run)], monkeypatch)
     assert len(logged(run)) == 7
     assert_same_run(run, reference)
     return run, reference
 
 
 def test_killed_and_resumed_run_is_bit_identical(tmp_path):
-    """Three times; saving and resuming are the same functions in every script, as test_copies.py sees to."""
+    """Killed three times; what saves and resumes is the same in every script, as test_copies.py sees to."""
     flags, run = [*GRPO, *few_rows(tmp_path, "grpo")], tmp_path / "run"
     reference = start("grpo", [*flags, "--run-dir", f"{tmp_path}/reference"])
     kills = [kill.replace("KILL_AT_CALL", "6") for kill in KILLS.values()]
@@ -174,14 +178,18 @@ def test_signal_finishes_the_step_saves_and_prints_how_to_resume(signum, tmp_pat
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_signal_before_the_first_step_just_ends_the_process(script, function, signum, tmp_path):
     kill = f"script.{function} = lambda *_: (print('reached', flush=True), os.kill(os.getpid(), {int(signum)}))"
-    output = finish(start(script, ["--run-dir", str(tmp_path / "run")], kill), -signum)
-    assert output.endswith("reached\n")
+    expected = {signal.SIGINT: 1, signal.SIGTERM: -signal.SIGTERM}[signum]  # Ctrl-C is an exception there
+    output = finish(start(script, ["--run-dir", str(tmp_path / "run")], kill), expected).rstrip()
+    assert output.endswith("KeyboardInterrupt" if signum == signal.SIGINT else "reached")
+    assert not (tmp_path / "run").exists()
 
 
-def test_a_stop_before_anything_was_trained_promises_nothing(tmp_path):
+def test_a_stop_in_the_first_evaluation_comes_after_the_first_step(tmp_path):
+    run = tmp_path / "run"
     kill = "evaluate = script.evaluate\nscript.evaluate = lambda *args: (os.kill(os.getpid(), 2), evaluate(*args))[1]"
-    output = finish(start("grpo", [*GRPO, "--run-dir", str(tmp_path / "run")], kill), 130)
-    assert "--resume" not in output and not (tmp_path / "run" / "state").exists()
+    output = finish(start("grpo", [*GRPO, *few_rows(tmp_path, "grpo"), "--run-dir", str(run)], kill), 130)
+    assert f"--resume {run}" in output and [line["step"] for line in logged(run)] == [0, 1]
+    assert [path.name for path in (run / "state").iterdir()] == ["00000001"]
 
 
 ADAPTERS = [*GRPO, "--lora-rank", "2", "--precision", "bfloat16"]
@@ -212,7 +220,7 @@ def test_two_ranks_resume_after_a_kill(script, flags, tmp_path):
     process.communicate()
     last_state = max(int(path.name) for path in (run / "state").iterdir() if path.name.isdigit())
     output = finish(start(script, ["--resume", str(run), "--num-steps", str(max(4, last_state + 1))], kind=Ranks))
-    assert f"torchrun --shutdown-timeout 3600 --nproc-per-node 2 {script}.py --resume {run}" in output
+    assert output.count(f"to continue: --resume {run} --num-steps N") == 1
     compared = [line for line in logged(run) if line["step"] <= 4 and line["step"] > 0]
     assert [line["step"] for line in compared] == [1, 2, 3, 4]
     for line, expected in zip(compared, logged(reference)[1:]):

@@ -30,6 +30,28 @@ def load_tokenizer():
     return AutoTokenizer.from_pretrained(TINY)
 
 
+def load_with(folder, of_config, of_generation):
+    """A model as main loads it, whose configs name these stop ids, and its tokenizer, which names STOP."""
+    model = make_model()
+    model.config.eos_token_id, model.generation_config.eos_token_id = of_config, of_generation
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY / name, folder)
+    return load(grpo, folder)
+
+
+def sample(model, rows, num_samples, temperature, stop_ids, **settings):
+    """What sample_completions returns for each of these prompts, that many times."""
+    model.generation_config.eos_token_id = stop_ids
+    prompts = [{"prompt_ids": ids} for ids in rows for _ in range(num_samples)]
+    args = grpo.Args(**settings)
+    return grpo.sample_completions(grpo.LogprobModel(model), load_tokenizer(), prompts, temperature, args)
+
+
+def pad_left(rows):
+    return grpo.pad_left([{"prompt_ids": ids} for ids in rows], "cpu")
+
+
 def plain_greedy(model, prompt, max_completion_length, stop_ids):
     """Greedy decoding without padding, batch or cache."""
     ids = list(prompt)
@@ -43,7 +65,7 @@ def plain_greedy(model, prompt, max_completion_length, stop_ids):
 
 def generate_lists(model, prompts, max_completion_length, temperature=0.0, stop_ids=(STOP,)):
     """Completions up to the end of their mask, as lists."""
-    ids, mask = grpo.pad_left(prompts, PAD, "cpu")
+    ids, mask = pad_left(prompts)
     completion_ids, completion_mask = grpo.generate(
         model, ids, mask, max_completion_length, temperature, list(stop_ids), PAD
     )
@@ -96,13 +118,11 @@ def test_samples_follow_the_softmax_of_the_logits(temperature):
 
 
 def test_generation_config_of_the_model_does_not_change_the_distribution(tmp_path):
-    make_model().save_pretrained(tmp_path)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(TINY / name, tmp_path)
+    load_with(tmp_path, STOP, None)
     wishes = {"do_sample": True, "top_k": 3, "top_p": 0.5, "temperature": 0.1, "repetition_penalty": 1.5}
     (tmp_path / "generation_config.json").write_text(json.dumps({**wishes, "eos_token_id": [STOP, 9]}))
-    model, tokenizer = load(grpo, tmp_path)
-    assert grpo.find_stop_ids(model, tokenizer) == [STOP, 9]
+    model, _ = load(grpo, tmp_path)
+    assert model.generation_config.eos_token_id == [STOP, 9]
     check_distribution(model, [STOP, 9], 0.7)
 
 
@@ -151,22 +171,18 @@ def test_temperature_0_is_argmax():
 # ---- stopping
 
 
-def test_stop_ids_are_the_union_of_all_that_name_one():
-    model, tokenizer = make_model(), load_tokenizer()
-    model.generation_config.eos_token_id = [7, 8]
-    model.config.eos_token_id = 9
-    assert grpo.find_stop_ids(model, tokenizer) == [STOP, 7, 8, 9]
-    model.generation_config.eos_token_id = None
-    assert grpo.find_stop_ids(model, tokenizer) == [STOP, 9]
+def test_stop_ids_are_the_union_of_all_that_name_one(tmp_path):
+    model, _ = load_with(tmp_path, 9, [7, 8])
+    assert model.generation_config.eos_token_id == [STOP, 7, 8, 9]
+    model, _ = load_with(tmp_path, 9, None)
+    assert model.generation_config.eos_token_id == [STOP, 9]
 
 
-def test_every_stop_id_ends_a_completion_and_counts_in_the_mask():
-    model, tokenizer = make_model(), load_tokenizer()
-    model.generation_config.eos_token_id = [7, 8]
-    model.config.eos_token_id = 9
-    stop_ids = grpo.find_stop_ids(model, tokenizer)
+def test_every_stop_id_ends_a_completion_and_counts_in_the_mask(tmp_path):
+    model, _ = load_with(tmp_path, 9, [7, 8])
+    stop_ids = model.generation_config.eos_token_id
     torch.manual_seed(0)
-    ids, mask = grpo.pad_left(random_prompts(200, 2, 6), PAD, "cpu")
+    ids, mask = pad_left(random_prompts(200, 2, 6))
     completion_ids, completion_mask = grpo.generate(model, ids, mask, 60, 1.0, stop_ids, PAD)
     lengths = completion_mask.sum(1)
     assert lengths.min() == 1 and lengths.max() > 30  # rows of very different lengths
@@ -181,11 +197,8 @@ def test_every_stop_id_ends_a_completion_and_counts_in_the_mask():
 
 
 def test_a_completion_of_full_length_is_truncated_unless_it_ends_in_a_stop_id():
-    tokenizer = load_tokenizer()
-    args = grpo.Args(max_completion_length=3)
-    prompts = [{"prompt": "", "answer": "1", "prompt_ids": ids} for ids in random_prompts(30, 2, 6)]
     torch.manual_seed(0)
-    batch, texts = grpo.rollout(make_model(), tokenizer, prompts, 10, 1.0, [STOP, 9], args)
+    batch, texts = sample(make_model(), random_prompts(30, 2, 6), 10, 1.0, [STOP, 9], max_completion_length=3)
     lengths = batch["completion_mask"].sum(1)
     last = batch["completion_ids"].gather(1, (lengths - 1).unsqueeze(1)).squeeze(1)
     stopped = (last == STOP) | (last == 9)
@@ -199,7 +212,7 @@ def test_a_completion_of_full_length_is_truncated_unless_it_ends_in_a_stop_id():
 
 
 def test_pad_left():
-    ids, mask = grpo.pad_left([[3, 4], [5], [6, 7, 8]], 0, "cpu")
+    ids, mask = pad_left([[3, 4], [5], [6, 7, 8]])
     assert ids.tolist() == [[0, 3, 4], [0, 0, 5], [6, 7, 8]]
     assert mask.tolist() == [[0, 1, 1], [0, 0, 1], [1, 1, 1]]
 
@@ -220,9 +233,7 @@ def test_a_padded_batch_decodes_like_single_rows(kind):
 def test_rollout_batch_size_does_not_change_greedy_completions(size):
     model = make_model()
     rows = random_prompts(5, 1, 9)
-    prompts = [{"prompt": "", "answer": "1", "prompt_ids": ids} for ids in rows]
-    args = grpo.Args(max_completion_length=12, rollout_batch_size=size)
-    batch, _ = grpo.rollout(model, load_tokenizer(), prompts, 2, 0.0, [STOP, 12], args)
+    batch, _ = sample(model, rows, 2, 0.0, [STOP, 12], max_completion_length=12, rollout_batch_size=size)
     lengths = batch["completion_mask"].sum(1).tolist()
     completions = [row[:length] for row, length in zip(batch["completion_ids"].tolist(), lengths)]
     assert completions == [plain_greedy(model, ids, 12, [STOP, 12]) for ids in rows for _ in range(2)]
@@ -236,7 +247,7 @@ def test_rollout_batch_size_does_not_change_greedy_completions(size):
 def test_sampler_training_forward_and_plain_forward_give_the_same_logprobs(kind, temperature):
     model = make_model(kind)
     torch.manual_seed(0)
-    ids, mask = grpo.pad_left(random_prompts(16, 1, 9), PAD, "cpu")
+    ids, mask = pad_left(random_prompts(16, 1, 9))
     completion_ids, completion_mask, sampler_logprobs = grpo.generate(
         model, ids, mask, 20, temperature, [STOP, 9, 12], PAD, with_logprobs=True
     )
@@ -261,7 +272,7 @@ def test_the_policy_samples_and_scores_as_a_plain_model_to_the_last_bit(precisio
 
 def test_generate_changes_none_of_its_inputs():
     model = make_model()
-    ids, mask = grpo.pad_left(random_prompts(6, 1, 9), PAD, "cpu")
+    ids, mask = pad_left(random_prompts(6, 1, 9))
     stop_ids, inputs = [STOP, 9], (ids.clone(), mask.clone())
     torch.manual_seed(0)
     grpo.generate(model, ids, mask, 12, 1.0, stop_ids, PAD)

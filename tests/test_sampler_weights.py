@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from test_gradients import COMPLETIONS, MAX_LENGTH, PROMPTS, TEMPERATURE, VOCAB_SIZE, exact_logprobs, gradient_of
-from tiny import PAD_ID, SCRIPTS, build_model, call_policy_loss, make_args, pad_right, relative_error
+from tiny import SCRIPTS, TINY, build_model, call_policy_loss, load, make_args, pad_right, parse, relative_error
 
 import grpo
 import ppo_rlhf
@@ -34,7 +34,7 @@ def enumerate_completions(seed):
     for longest in (1, MAX_LENGTH):
         completions = [[token] for token in range(VOCAB_SIZE)] if longest == 1 else COMPLETIONS
         ids, mask = pad_right(completions * len(PROMPTS), longest)
-        prompts = grpo.pad_left([prompt for prompt in PROMPTS for _ in completions], PAD_ID, "cpu")
+        prompts = grpo.pad_left([{"prompt_ids": prompt} for prompt in PROMPTS for _ in completions], "cpu")
         logprobs, *others = (
             grpo.token_logprobs(model, *prompts, ids, mask, TEMPERATURE)[0] for model in (policy, old, mu, ref)
         )
@@ -146,16 +146,17 @@ def test_weights_are_capped_and_old_calls_have_none(script, cases):
 
 def weights_on_one_process():
     """Weights of the tokens of 1,024 completions, where policy and sampler are one float32 model."""
-    tokenizer = grpo.load_tokenizer(grpo.MODEL)
-    model, stop_ids = grpo.load_model(grpo.MODEL, tokenizer)
-    prompts, _, _ = grpo.load_prompts(grpo.DATASET, tokenizer, "", 32, 1)
+    model, tokenizer = load(grpo, TINY)
+    args, policy = parse(grpo, eval_prompts=1), grpo.LogprobModel(model)
+    prompts, _ = grpo.load_prompts(args, tokenizer)
     torch.manual_seed(0)
-    args = grpo.resolve_args(grpo.Args())
-    batch, _ = grpo.sample_completions(model, tokenizer, prompts[:128], 8, 1.0, stop_ids, args)
-    logprobs = grpo.lookup_logprobs(grpo.LogprobModel(model), batch, [torch.arange(1024)], 1024, 1.0)
+    repeated = [prompt for prompt in prompts[:128] for _ in range(8)]
+    batch, _ = grpo.sample_completions(policy, tokenizer, repeated, 1.0, args)
+    logprobs = grpo.lookup_logprobs(policy, batch, [torch.arange(1024)], args)
     return (logprobs - batch["sampler_logprobs"])[batch["completion_mask"] == 1].exp()
 
 
+@pytest.mark.usefixtures("alone")
 def test_on_one_process_in_float32_the_weight_is_1():
     """The sampler is the policy itself, through its cache: what is left is float32's rounding, with alive weights."""
     error = (weights_on_one_process() - 1).abs()
@@ -166,6 +167,7 @@ if __name__ == "__main__":
     for name, algorithm in WEIGHTED.items():
         with_weights, without = map(sum, errors_of_four_samplers(algorithm))
         print(f"{name:10} {without / 4:.3f} without weights, {with_weights / 4:.3f} with: {with_weights / without:.2f}")
+    grpo.init_ranks()
     deviation = (weights_on_one_process() - 1).abs()
     print(f"one process, float32: {len(deviation)} tokens, rms {deviation.square().mean().sqrt():.1e}, ", end="")
     print(f"at most {deviation.max():.1e} from 1")

@@ -1,84 +1,94 @@
 """sft.py: which tokens are trained, and that nothing else is."""
 
-import json
 import math
-import re
 
 import pytest
 import torch
 from bad_inputs import assistant, user
 from test_data import write_rows
 from test_models import FORMS, make_folder, make_tokenizer
-from tiny import ROOT, TINY, read_jsonl
+from tiny import ROOT, TINY, load, parse, read_jsonl, write_jsonl
 from transformers import AutoModelForCausalLM
 
 import grpo
 import sft
 
-CPU = torch.device("cpu")
-STOP_IDS = {5}
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 @pytest.fixture(scope="module")
 def model():
-    return sft.make_embedded_model(0)
+    return load(sft, TINY)[0]
 
 
-def trained_text(tokenizer, ids, trained):
-    return tokenizer.decode([token for token, is_trained in zip(ids, trained) if is_trained])
+def encode(tokenizer, row, system_prompt=""):
+    """The examples of a row."""
+    return sft.read_chat(row, tokenizer, sft.Args(system_prompt=system_prompt))
 
 
-def texts(tokenizer, row, system_prompt=""):
-    """The whole text of a row as it is encoded, and what of it is trained."""
-    ids, trained = sft.encode_row(tokenizer, row, system_prompt, STOP_IDS)
-    return tokenizer.decode(ids), trained_text(tokenizer, ids, trained)
+def texts(tokenizer, row):
+    """What precedes each trained part of a row, and the part itself."""
+    return [
+        tuple(tokenizer.decode(row[name]) for name in ("prompt_ids", "completion_ids"))
+        for row in encode(tokenizer, row)
+    ]
 
 
 # ---- which tokens
 
 ROW = {"prompt": "1+2=", "completion": "3"}
-ENCODED = "<|user|>1+2=<|assistant|>3<|end|>"
+OF_ROW = [("<|user|>1+2=<|assistant|>", "3<|end|>")]
 CHAT = [user("1+1="), assistant("2"), user("2+2="), assistant("4")]
-OF_CHAT = "<|user|>1+1=<|assistant|>2<|end|><|user|>2+2=<|assistant|>4<|end|>"
+FIRST, SECOND = "<|user|>1+1=<|assistant|>", "2<|end|><|user|>2+2=<|assistant|>"
+OF_CHAT = [(FIRST, "2<|end|>"), (FIRST + SECOND, "4<|end|>")]
 
 
 @pytest.mark.parametrize(
-    "row, whole, trained",
+    "row, expected",
     [
-        (ROW, ENCODED, "3<|end|>"),
-        ({"question": "1+2=", "answer": "3"}, ENCODED, "3<|end|>"),
-        ({"problem": "1+2=", "solution": "3"}, ENCODED, "3<|end|>"),
-        ({**ROW, "question": "9", "problem": "9", "answer": "9", "solution": "9"}, ENCODED, "3<|end|>"),
-        ({"question": "1+2=", "problem": "9", "answer": "3", "solution": "9"}, ENCODED, "3<|end|>"),
-        ({"prompt": CHAT[:3], "completion": "4"}, OF_CHAT, "2<|end|>4<|end|>"),
-        ({"messages": CHAT}, OF_CHAT, "2<|end|>4<|end|>"),
-        ({"messages": [{"role": "system", "content": "9"}, *CHAT]}, "<|system|>9" + OF_CHAT, "2<|end|>4<|end|>"),
+        (ROW, OF_ROW),
+        ({"question": "1+2=", "answer": "3"}, OF_ROW),
+        ({"problem": "1+2=", "solution": "3"}, OF_ROW),
+        ({**ROW, "question": "9", "problem": "9", "answer": "9", "solution": "9"}, OF_ROW),
+        ({"question": "1+2=", "problem": "9", "answer": "3", "solution": "9"}, OF_ROW),
+        ({"prompt": "1+2=", "completion": [assistant("3")]}, OF_ROW),
+        ({"prompt": CHAT[:3], "completion": "4"}, OF_CHAT),
+        ({"messages": CHAT}, OF_CHAT),
+        (
+            {"messages": [{"role": "system", "content": "9"}, *CHAT]},
+            [("<|system|>9" + prompt, completion) for prompt, completion in OF_CHAT],
+        ),
     ],
 )
-def test_prompt_and_completion_train_the_completion_and_its_stop_token(tokenizer, row, whole, trained):
-    """Of a chat every turn of the assistant; and the prompt is the one that grpo.py samples from."""
-    assert texts(tokenizer, row) == (whole, trained)
-    ids, is_trained = sft.encode_row(tokenizer, ROW, "7", STOP_IDS)
-    assert ids[: is_trained.index(True)] == grpo.encode_prompt(tokenizer, ROW["prompt"], "7")
+def test_each_turn_of_the_assistant_is_trained_with_its_stop_token(tokenizer, row, expected):
+    assert texts(tokenizer, row) == expected
+
+
+def test_the_prompt_is_the_one_that_grpo_samples_from(tokenizer):
+    [row] = encode(tokenizer, ROW, "7")
+    assert row["prompt_ids"] == grpo.encode_prompt(tokenizer, grpo.as_messages(ROW["prompt"], "7"))
 
 
 def test_what_a_template_writes_after_the_stop_token_is_not_trained(tokenizer):
     tokenizer.chat_template = tokenizer.chat_template.replace("<|end|>", "<|end|>. ")
-    assert texts(tokenizer, ROW) == (ENCODED + ". ", "3<|end|>")
+    assert texts(tokenizer, ROW) == OF_ROW
 
 
-def test_template_that_rewrites_history_is_an_error(tokenizer):
-    """As Qwen3's does with the thoughts of earlier turns."""
+def test_turns_are_trained_after_what_a_template_makes_of_the_turns_before(tokenizer):
+    """Qwen3's leaves out the thoughts of earlier turns."""
     tokenizer.chat_template = "{% if messages|length > 2 %}+{% endif %}" + tokenizer.chat_template
-    with pytest.raises(ValueError, match="changes what precedes message 4"):
-        texts(tokenizer, {"messages": CHAT})
+    assert texts(tokenizer, {"messages": CHAT}) == [OF_CHAT[0], ("+" + FIRST + SECOND, "4<|end|>")]
+
+
+def test_a_template_that_rewrites_the_prompt_once_it_is_completed_is_an_error(tokenizer):
+    tokenizer.chat_template = "{% if messages|length > 1 %}+{% endif %}" + tokenizer.chat_template
+    with pytest.raises(ValueError, match="renders the prompt differently"):
+        encode(tokenizer, ROW)
 
 
 def test_without_a_chat_template_the_end_of_text_is_the_stop_token(tokenizer):
     tokenizer.chat_template = None
-    assert texts(tokenizer, ROW) == ("1+2=3<|end|>", "3<|end|>")
-    with pytest.raises(ValueError, match="no chat template"):
-        texts(tokenizer, {"messages": CHAT})
+    assert texts(tokenizer, ROW) == [("1+2=", "3<|end|>")]
 
 
 def test_ordinary_tokens_survive_decoding(tokenizer):
@@ -99,30 +109,27 @@ GIVEN_ROWS = {
 }
 
 
-def encode(tokenizer, rows):
-    encoded = [sft.encode_row(tokenizer, row, "", STOP_IDS) for row in rows]
-    return [{"ids": ids, "trained": trained, "start": trained.index(True)} for ids, trained in encoded]
-
-
 @pytest.mark.parametrize("given", GIVEN_ROWS)
 def test_loss_and_gradient_are_those_of_the_trained_tokens_alone(model, tokenizer, given):
-    rows = encode(tokenizer, GIVEN_ROWS[given])
-    assert all(all(row["trained"][row["start"] :]) == ("chats" not in given) for row in rows)
+    rows = [example for row in GIVEN_ROWS[given] for example in encode(tokenizer, row)]
+    assert len(rows) == (5 if "chats" in given else 2)
     policy, args = sft.LogprobModel(model), sft.Args(microbatch_tokens=16)
     policy.zero_grad()
-    divisor = sum(sum(row["trained"]) for row in rows)
-    totals = sft.accumulate_gradients(policy, sft.collate(rows, 0, CPU), torch.arange(2), divisor, args)
+    divisor = sum(len(row["completion_ids"]) for row in rows)
+    batch = sft.collate(rows, "cpu")
+    totals = sft.accumulate_gradients(policy, batch, torch.arange(len(rows)), divisor, args)
     gradients = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
     losses, entropies = [], []
     for row in rows:
-        logprobs = model(torch.tensor([row["ids"]])).logits[0].log_softmax(-1)
-        places = [i for i, is_trained in enumerate(row["trained"]) if is_trained]
-        losses += [-logprobs[i - 1, row["ids"][i]] for i in places]
+        ids = row["prompt_ids"] + row["completion_ids"]
+        logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        places = range(len(row["prompt_ids"]), len(ids))
+        losses += [-logprobs[i - 1, ids[i]] for i in places]
         entropies += [-(logprobs[i - 1].exp() * logprobs[i - 1]).sum().item() for i in places]
     expected = torch.stack(losses)
     expected.mean().backward()
-    assert len(losses) == totals["num_tokens"] == divisor
+    assert len(losses) == divisor
     assert totals["loss/nll"] == pytest.approx(expected.sum().item(), rel=1e-5)
     assert totals["policy/entropy"] == pytest.approx(sum(entropies), rel=1e-5)
     for gradient, parameter in zip(gradients, model.parameters()):
@@ -132,16 +139,17 @@ def test_loss_and_gradient_are_those_of_the_trained_tokens_alone(model, tokenize
 @pytest.mark.parametrize("budget", [16, 1000])
 def test_evaluation_is_the_mean_over_trained_tokens_and_no_training(model, tokenizer, monkeypatch, budget):
     """Nor does a part without rows count, as on a rank that waits for the passes of the others."""
-    rows = encode(tokenizer, [{"prompt": "1+2=", "completion": "3" * (number + 1)} for number in range(5)])
+    rows = [encode(tokenizer, {"prompt": "1+2=", "completion": "3" * (number + 1)})[0] for number in range(5)]
+    num_tokens = sum(len(row["completion_ids"]) for row in rows)
     policy, args = sft.LogprobModel(model), sft.Args(microbatch_tokens=budget)
-    totals = sft.accumulate_gradients(policy, sft.collate(rows, 0, CPU), torch.arange(5), 1, args)
+    totals = sft.accumulate_gradients(policy, sft.collate(rows, "cpu"), torch.arange(5), 1, args)
     policy.zero_grad()
-    found = sft.evaluate(policy, rows, 0, args, 0, 1)
+    found = sft.evaluate(policy, rows, args)
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert found["eval/loss"] == pytest.approx((totals["loss/nll"] / totals["num_tokens"]).item(), rel=1e-6)
+    assert found["eval/loss"] == pytest.approx(totals["loss/nll"].item() / num_tokens, rel=1e-6)
     assert found["eval/perplexity"] == pytest.approx(math.exp(found["eval/loss"]))
     monkeypatch.setattr(sft, "all_reduce", lambda value, *_: value + 1)
-    *_, idle = sft.microbatches(sft.collate(rows, 0, CPU), torch.arange(5), budget)
+    *_, idle = sft.microbatches(sft.collate(rows, "cpu"), torch.arange(5), budget)
     monkeypatch.setattr(sft, "microbatches", lambda *_: [idle])
     totals = sft.accumulate_gradients(policy, {}, torch.arange(5), 1, args)
     assert len(idle["rows"]) == 0 and all(value == 0 for value in totals.values())
@@ -153,11 +161,11 @@ def test_evaluation_is_the_mean_over_trained_tokens_and_no_training(model, token
 
 def run(tmp_path, **flags):
     sizes = {"num_steps": 2, "minibatch_size": 4, "eval_prompts": 2, "warmup_steps": 1}
-    sft.main(sft.Args(run_dir=str(tmp_path / "run"), **{**sizes, **flags}))
+    sft.main(parse(sft, run_dir=tmp_path / "run", **{**sizes, **flags}))
     return read_jsonl(tmp_path / "run" / "metrics.jsonl")
 
 
-def test_messages_fine_tune_a_local_model(tmp_path):
+def test_messages_fine_tune_a_local_model(tmp_path, capsys):
     """Rows too long or with nothing to train are dropped and counted."""
     good = {"messages": [user("1+1="), assistant("\\boxed{2}")]}
     long, empty = ({"messages": [user(text), assistant(said)]} for text, said in (("1+" * 40, "2"), ("1+1=", " ")))
@@ -165,9 +173,9 @@ def test_messages_fine_tune_a_local_model(tmp_path):
     lines = run(tmp_path, model=str(TINY), dataset=dataset, num_steps=8, learning_rate=1e-3)
     assert lines[-1]["eval/loss"] < lines[0]["eval/loss"]
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint")
-    (said, _) = json.loads((tmp_path / "run" / "args.json").read_text())["run"]["data"]
-    reasons = "'longer than 32 . 48 tokens': 1, 'without a token to train': 1"
-    assert re.fullmatch(rf"8 training rows \(\w+\), dropped: {{{reasons}}}", said)
+    said = capsys.readouterr().out
+    assert "8 examples from 10 rows; dropped as empty or too long: 2 rows\n" in said
+    assert "'<|user|>1+1=<|assistant|>', and the part that is trained: '\\\\boxed{2}<|end|>'\n" in said
 
 
 WORDS = {"prompt": "one and one", "completion": "two"}
@@ -175,30 +183,33 @@ ASKED, SAID = user("1+1="), assistant("two")
 
 
 @pytest.mark.parametrize(
-    ("rows", "message"),
+    "row", [{"messages": [ASKED]}, {"messages": [SAID]}, {**WORDS, "completion": ""}, {**WORDS, "prompt": None}]
+)
+def test_a_row_without_a_turn_to_train_has_no_examples(tokenizer, row):
+    assert encode(tokenizer, row) == []
+
+
+@pytest.mark.parametrize(
+    "row, error, message",
     [
-        ([{"text": "1"}] * 5, "training row .* prompt, question or problem and .*; found text"),
-        ([{"prompt": "1+1=", "ground_truth": "2"}] * 5, "completion, answer or solution, .*found prompt, ground_truth"),
-        ([{"completion": "2"}] * 5, "training row .*found completion"),
-        ([{"messages": [user("1")]}] * 5, "too few rows.*: 0 training rows .*'without a token to train': 3"),
-        ([{"prompt": "1", "completion": ""}] * 5, "too few rows.*: 0 training rows .*'without a token to train': 3"),
-        ([{"prompt": "1", "completion": "2"}], "too few rows"),
-        *[
-            ([*[good] * 6, {**good, column: value}, *[good] * 3], "training row 7")
-            for good, column, values in (
-                (WORDS, "prompt", (7, {"a": 1})),
-                (WORDS, "completion", (7, {"a": 1}, ["2"])),
-                ({"messages": [ASKED, SAID]}, "messages", ("hi", 7, ["a"], [ASKED, {"content": "2"}])),
-                ({"messages": [ASKED, SAID]}, "messages", ([ASKED, {"role": "assistant"}], [ASKED, assistant(2)])),
-            )
-            for value in values
-        ],
+        ({"text": "1"}, ValueError, "prompt, question, problem is needed, but there are text"),
+        (
+            {"prompt": "1", "ground_truth": "2"},
+            ValueError,
+            "completion, answer, solution is needed, but .* ground_truth",
+        ),
+        ({"completion": "2"}, ValueError, "but there are completion"),
+        ({"messages": ["a", "b"]}, TypeError, "indices"),
+        ({"messages": [ASKED, {"content": "2"}]}, KeyError, "role"),
+        ({"messages": [ASKED, {"role": "assistant"}]}, KeyError, "content"),
+        ({**WORDS, "completion": ["2"]}, TypeError, "indices"),
     ],
 )
-def test_bad_data_is_one_line_before_any_run_folder(rows, message, tmp_path):
-    with pytest.raises(SystemExit, match=message) as error:
-        run(tmp_path, dataset=write_rows(tmp_path / "rows.jsonl", rows))
-    assert "\n" not in str(error.value)
+def test_a_row_that_cannot_be_read_is_named_before_any_run_folder(tmp_path, row, error, message):
+    dataset = write_jsonl(tmp_path / "rows.jsonl", [row] * 5)
+    with pytest.raises(error, match=message) as caught:
+        run(tmp_path, dataset=dataset)
+    assert caught.value.__notes__ == [f"{dataset}: row 0 of 3, {row}"]
     assert not (tmp_path / "run").exists()
 
 
@@ -211,6 +222,6 @@ def test_gsm8k_is_trained_on_its_answers_as_they_stand(tmp_path, monkeypatch):
     seen, collate = [], sft.collate
     monkeypatch.setattr(sft, "collate", lambda rows, *rest: seen.extend(rows) or collate(rows, *rest))
     assert run(tmp_path, model=folder, dataset=dataset, **flags)[-1]["loss/nll"] > 0
-    texts = {trained_text(tokenizer, row["ids"], row["trained"]) for row in seen}
+    texts = {tokenizer.decode(row["completion_ids"]) for row in seen}
     assert texts < {row["answer"] + "<|im_end|>" for row in rows} and len(texts) == 7
     assert any("<<" in text and "\n#### " in text for text in texts)

@@ -1,33 +1,35 @@
 """What main wires together, in one short recorded run of every script: rows, divisors, learning rates, references."""
 
-import importlib
 import math
-from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
 import torch
 from preference_ranks import build_scorer
-from tiny import COMPLETIONS, PAD_ID, PROMPTS, TINY, build_model, load, pad_right, read_jsonl, write_jsonl
+from tiny import COMPLETIONS, PROMPTS, TINY, build_model, load, pad_right, parse, read_jsonl, write_jsonl
 
 import cispo
 import dapo
 import dpo
 import dr_grpo
 import grpo
+import grpo_process
+import grpo_tools
 import gspo
 import ppo_rlhf
 import reinforce
 import reward_model
 import sft
 
-CLIPPED = ["grpo", "grpo without KL", "dr_grpo", "dapo", "gspo", "cispo"]
+WITH_REFERENCE = ["grpo", "grpo_process", "ppo_rlhf"]
+CLIPPED = ["grpo", "grpo without KL", "dr_grpo", "dapo", "gspo", "cispo", "grpo_process", "grpo_tools"]
 ONLINE = [*CLIPPED, "reinforce"]
 SAMPLED = [*ONLINE, "ppo_rlhf"]
 SUPERVISED = ["reward_model", "dpo", "sft"]
 SCRIPTS = {"grpo without KL": grpo} | {
     script.__name__: script
-    for script in (grpo, dr_grpo, dapo, gspo, reinforce, ppo_rlhf, reward_model, dpo, sft, cispo)
+    for script in (grpo, dr_grpo, dapo, gspo, reinforce, ppo_rlhf, reward_model, dpo, sft)
+    + (cispo, grpo_process, grpo_tools)
 }
 GROUP_SIZE, PROMPTS_PER_STEP, NUM_STEPS = 4, 4, 3
 ROWS = [  # for every script
@@ -36,7 +38,7 @@ ROWS = [  # for every script
 ]
 SETTINGS = {"num_steps": NUM_STEPS, "learning_rate": 1e-3, "value_learning_rate": 2e-3}
 SETTINGS |= {"prompts_per_step": PROMPTS_PER_STEP, "group_size": GROUP_SIZE, "temperature": 0.8, "max_rounds": 2}
-SETTINGS |= {"max_completion_length": 12, "overlong_buffer": 4, "max_grad_norm": 0.25, "microbatch_tokens": 64}
+SETTINGS |= {"max_completion_length": 12, "overlong_buffer": 0.34, "max_grad_norm": 0.25, "microbatch_tokens": 64}
 SETTINGS |= {"eval_prompts": 0, "beta": 0.1, "reward_model": "none", "seed": 3}
 OWN = {"grpo without KL": {"kl_coef": 0.0, "update_epochs": 2}}
 OWN["ppo_rlhf"] = {"update_epochs": 2, "gamma": 0.99, "gae_lambda": 0.9, "kl_coef": 0.1, "missing_stop_penalty": 0.5}
@@ -53,6 +55,26 @@ def logprobs_of(script, model, batch):
         return script.token_logprobs(model, *(batch[key] for key in INPUTS), SETTINGS["temperature"])[0]
 
 
+def make_args(script, settings):
+    """Those of the settings that the script has, with the defaults of its model."""
+    return parse(script, **{name: value for name, value in settings.items() if hasattr(script.Args, name)})
+
+
+def record_passes(patch, script):
+    """Keep the rows of every pass: for each call of microbatches a list of lists."""
+    microbatches, calls = script.microbatches, []
+
+    def recorded(*given):
+        passes = []
+        calls.append(passes)
+        for part in microbatches(*given):
+            passes.append(part["rows"].tolist())
+            yield part
+
+    patch.setattr(script, "microbatches", recorded)
+    return calls
+
+
 def gradient_norm(policy):
     gradients = [parameter.grad for parameter in policy.parameters() if parameter.grad is not None]
     return math.sqrt(sum(gradient.square().sum().item() for gradient in gradients))
@@ -64,7 +86,7 @@ def record(name, folder):
     settings = SETTINGS | {"warmup_steps": 2 if name in SUPERVISED else 4} | OWN.get(name, {})
     settings["minibatch_size"] = minibatch_size = 2 if name == "ppo_rlhf" else 4 if name in SUPERVISED else 8
     settings |= {"dataset": write_jsonl(folder / "rows.jsonl", ROWS), "run_dir": str(folder / "run")}
-    args = script.Args(**{field.name: settings[field.name] for field in fields(script.Args) if field.name in settings})
+    args = make_args(script, settings)
     run = SimpleNamespace(name=name, script=script, args=args, updates=[], rollouts=[], minibatch_size=minibatch_size)
     accumulate, step_optimizer = script.accumulate_gradients, script.step_optimizer
 
@@ -73,7 +95,8 @@ def record(name, folder):
         is_first = not run.updates or run.updates[-1].batch is not batch
         logprobs = logprobs_of(script, policy.model, batch) if is_first and name in SAMPLED else None
         metrics = accumulate(policy, batch, rows, divisor, *rest)
-        update = SimpleNamespace(batch=batch, rows=rows.tolist(), divisor=float(divisor), metrics=metrics)
+        trained = sum(passes[-1], [])
+        update = SimpleNamespace(batch=batch, rows=trained, divisor=float(divisor), metrics=metrics)
         update.gradient_before, update.gradient_after = before, gradient_norm(policy)
         update.sampling_logprobs, update.steps = logprobs if is_first else run.updates[-1].sampling_logprobs, []
         run.updates.append(update)
@@ -86,20 +109,21 @@ def record(name, folder):
         run.updates[-1].steps.append(taken)
         return taken.norm
 
-    def recorded_rollout(model, tokenizer, prompts, *rest):
-        batch, texts = rollout(model, tokenizer, prompts, *rest)
+    def recorded_sample(policy, tokenizer, prompts, *rest):
+        batch, texts = sample_completions(policy, tokenizer, prompts, *rest)
         run.rollouts.append((prompts, batch, texts))
         return batch, texts
 
     with patch.context() as patch:
+        passes = record_passes(patch, script)
         patch.setattr(script, "accumulate_gradients", recorded_accumulate)
         patch.setattr(script, "step_optimizer", recorded_step)
         if name in SAMPLED:
-            rollout = script.rollout
-            patch.setattr(script, "rollout", recorded_rollout)
+            sample_completions = script.sample_completions
+            patch.setattr(script, "sample_completions", recorded_sample)
             patch.setattr(script, "reward_fn", score)
         script.main(args)
-    run.lines = read_jsonl(folder / "run" / "metrics.jsonl")[1:]
+    run.lines = read_jsonl(folder / "run" / "metrics.jsonl")  # no step 0, as nothing is evaluated
     run.steps = [[update for update in run.updates if update.batch is batch] for batch in batches_of(run)]
     return run
 
@@ -141,6 +165,7 @@ def each(names):
 def linear_with_gradient(gradient):
     policy = torch.nn.Linear(3, 1, bias=False)
     policy.weight.grad = torch.tensor([gradient])
+    policy.bad_gradients = 0
     return policy
 
 
@@ -185,8 +210,7 @@ def test_a_step_without_signal_leaves_the_weights_as_they_are(script, tmp_path, 
     monkeypatch.setattr(script, "step_optimizer", recorded)
     monkeypatch.setattr(script, "reward_fn", lambda text, _: len(text) % 3 if not weights else 1.0)
     sizes = {"num_steps": 2, "prompts_per_step": 4, "group_size": 4, "minibatch_size": 16, "eval_prompts": 0}
-    args = script.Args(run_dir=str(tmp_path / "run"), **{k: v for k, v in sizes.items() if hasattr(script.Args, k)})
-    script.main(args)
+    script.main(make_args(script, sizes | {"run_dir": tmp_path / "run"}))
     (first, trained), (second, left) = weights
     assert first > 0 == second and all(map(torch.equal, trained, left))
 
@@ -240,7 +264,8 @@ def test_the_learning_rate_rises_over_the_warm_up(runs, name):
 def test_a_forward_pass_leaves_ids_and_masks_as_they_are(name):
     """Inputs that no other pass has seen: to write the same again would not show."""
     script = SCRIPTS[name]
-    inputs = *script.pad_left(PROMPTS, PAD_ID, "cpu"), *pad_right(COMPLETIONS, 9)
+    prompts = [{"prompt_ids": ids} for ids in PROMPTS]
+    inputs = *script.pad_left(prompts, "cpu"), *pad_right(COMPLETIONS, 9)
     before = [x.clone() for x in inputs]
     if hasattr(script, "token_logprobs"):
         script.token_logprobs(build_model("llama"), *inputs, 0.7)
@@ -253,13 +278,12 @@ def test_a_forward_pass_leaves_ids_and_masks_as_they_are(name):
 
 @each(SAMPLED)
 def test_a_reward_is_that_of_its_own_prompt_and_completion(runs, name):
-    rewards = []
+    rewards, num_samples = [], 1 if name == "ppo_rlhf" else GROUP_SIZE
     for prompts, batch, texts in runs(name).rollouts:
-        num_samples = len(texts) // len(prompts)
-        assert num_samples == (1 if name == "ppo_rlhf" else GROUP_SIZE)
+        assert prompts == [prompt for prompt in prompts[::num_samples] for _ in range(num_samples)]
         asked = [ids[mask == 1].tolist() for ids, mask in zip(batch["prompt_ids"], batch["prompt_mask"])]
-        assert asked == [prompt["prompt_ids"] for prompt in prompts for _ in range(num_samples)]
-        expected = [score(text, prompts[row // num_samples]["answer"]) for row, text in enumerate(texts)]
+        assert asked == [prompt["prompt_ids"] for prompt in prompts]
+        expected = [score(text, prompt["answer"]) for text, prompt in zip(texts, prompts, strict=True)]
         assert batch["rewards"].tolist() == expected
         rewards += expected
     assert 0 < sum(rewards) < len(rewards)
@@ -270,7 +294,8 @@ def test_a_pass_trains_on_every_row_once(runs, name):
     """The twelve rows are those of three steps."""
     run = runs(name)
     if name in SAMPLED:
-        rows = [prompt["prompt"] for prompts, *_ in run.rollouts for prompt in prompts]
+        num_samples = 1 if name == "ppo_rlhf" else GROUP_SIZE
+        rows = [prompt["prompt"] for prompts, *_ in run.rollouts for prompt in prompts[::num_samples]]
     else:
         rows = [ids for batch in batches_of(run) for ids in batch["prompt_ids"].tolist()]
         rows = ["".join(map(str, ids)) for ids in rows]
@@ -283,12 +308,13 @@ def test_rows_of_advantage_0_are_trained_for_the_kl_term_alone(runs, name):
     epochs, num_dead = OWN.get(name, {}).get("update_epochs", 1), 0
     for updates in runs(name).steps:
         advantages = updates[0].batch["advantages"]
-        live = advantages.nonzero().squeeze(1).tolist()
-        if name == "grpo":
+        dead = (advantages == 0).view(len(advantages), -1).all(1)  # those of grpo_process are per token
+        live = (~dead).nonzero().squeeze(1).tolist()
+        if name in WITH_REFERENCE:
             live = list(range(len(advantages)))
         elif name == "dapo":  # a late answer may have an advantage where all are right
             live = [row for row in live if row // GROUP_SIZE in groups_found(updates[0].batch)]
-        num_dead += (advantages == 0).sum().item()
+        num_dead += dead.sum().item()
         assert sorted(row for update in updates for row in update.rows) == sorted(live * epochs)
     assert num_dead > 0
 
@@ -305,8 +331,8 @@ def test_the_kl_term_pulls_rows_of_advantage_0(runs, tmp_path, monkeypatch):
     monkeypatch.setattr(grpo, "reward_fn", lambda _text, _answer: 1.0)
     dataset = runs("grpo").args.dataset
     settings = {"num_steps": 1, "prompts_per_step": 4, "group_size": 2, "minibatch_size": 8, "eval_prompts": 0}
-    grpo.main(grpo.Args(dataset=dataset, run_dir=str(tmp_path / "run"), max_completion_length=12, **settings))
-    line = read_jsonl(tmp_path / "run" / "metrics.jsonl")[1]
+    grpo.main(parse(grpo, dataset=dataset, run_dir=tmp_path / "run", max_completion_length=12, **settings))
+    line = read_jsonl(tmp_path / "run" / "metrics.jsonl")[0]
     assert line["reward/zero_std"] == 1 and line["loss/policy"] == 0
     assert line["optim/grad_norm"] > 1e-3
     k3 = math.exp(-0.5) + 0.5 - 1
@@ -327,7 +353,7 @@ def test_rows_without_gradient_count_in_the_divisor(runs, name):
         elif name == "ppo_rlhf":
             assert divisors == [batch["completion_mask"][update.rows].sum().item() for update in updates]
         elif name == "sft":
-            assert divisors == [batch["loss_mask"].sum().item()]
+            assert divisors == [batch["completion_mask"].sum().item()]
         elif name == "reinforce":
             assert divisors == [PROMPTS_PER_STEP * GROUP_SIZE]
         else:
@@ -361,7 +387,7 @@ def test_the_first_minibatch_is_on_policy_and_no_other(runs, name):
     assert num_moved > 1
 
 
-@each(["grpo", "ppo_rlhf"])
+@each(WITH_REFERENCE)
 def test_the_reference_stays_the_initial_model(runs, name):
     run = runs(name)
     initial, _ = load(run.script, TINY)
@@ -371,8 +397,10 @@ def test_the_reference_stays_the_initial_model(runs, name):
     assert (run.updates[-1].sampling_logprobs - expected).abs().max() > 0.01  # the policy went elsewhere
 
 
+@pytest.mark.usefixtures("alone")
 def test_ppo_whitens_advantages_and_not_returns(runs):
     run = runs("ppo_rlhf")
+    ppo_rlhf.init_ranks()  # again, where main has ended them
     for batch in batches_of(run):
         mask, values = batch["completion_mask"], batch["old_values"]
         torch.testing.assert_close(batch["scores"], batch["rewards"] - 0.5 * batch["truncated"].float())
@@ -396,8 +424,8 @@ def test_losses_and_policy_metrics_are_means_over_the_whole_step(runs, name):
     for updates, line in zip(run.steps, run.lines, strict=True):
         for key in keys:
             values = [float(update.metrics[key]) for update in updates]
-            kind = "num_pairs" if key.startswith("pair/") else "num_tokens"
-            counts = [u.divisor if key.startswith("loss/") else float(u.metrics[kind]) for u in updates]
+            by_divisor = key.startswith("loss/") or name in SUPERVISED
+            counts = [u.divisor if by_divisor else float(u.metrics["num_tokens"]) for u in updates]
             assert line[key] == pytest.approx(sum(values) / max(1, sum(counts)), rel=1e-6), key
         norms = [update.steps[0].norm for update in updates]
         assert line["optim/grad_norm"] == pytest.approx(sum(norms) / len(norms))
@@ -411,7 +439,6 @@ def test_rewards_and_lengths_are_means_over_the_rollout(runs, name):
         batches = [next(rollouts)[1] for _ in range(line.get("rollout/rounds", 1))]
         rewards, truncated = (torch.cat([batch[key] for batch in batches]).double() for key in ("rewards", "truncated"))
         lengths = torch.cat([batch["completion_mask"] for batch in batches]).sum(1).double()
-        assert line["rollout/completions"] == len(rewards)
         assert line["reward/mean"] == pytest.approx(rewards.mean().item())
         assert line["rollout/length_mean"] == pytest.approx(lengths.mean().item())
         assert line["rollout/truncated"] == pytest.approx(truncated.mean().item())
@@ -422,21 +449,31 @@ def test_rewards_and_lengths_are_means_over_the_rollout(runs, name):
     assert next(rollouts, None) is None
 
 
-@each([*CLIPPED, "grpo_process", "grpo_tools", "ppo_rlhf"])
+@each([*CLIPPED, "ppo_rlhf"])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_where_nothing_has_moved_every_ratio_is_exactly_1(name, precision, tmp_path, monkeypatch):
-    """Old log-probabilities come from the passes of the update: in bfloat16 other rows beside one change it."""
-    script = importlib.import_module(name.split()[0])
+    """Old log-probabilities come from the passes of the update: in bfloat16 other rows beside one may change it."""
+    script = SCRIPTS[name]
+    calls = record_passes(monkeypatch, script)
     monkeypatch.setattr(script, "reward_fn", score)
     monkeypatch.setattr(script, "NORM_SAMPLES", 16, raising=False)
     rows = [row for row in ROWS for _ in range(2)]
     settings = SETTINGS | OWN.get(name, {}) | {"num_steps": 2, "learning_rate": 1e-29, "value_learning_rate": 1e-29}
     settings |= {"dataset": write_jsonl(tmp_path / "rows.jsonl", rows), "run_dir": str(tmp_path / "run")}
-    settings |= {"precision": precision, "prompts_per_step": 8, "minibatch_size": 4, "update_epochs": 1}
-    settings |= {"microbatch_tokens": 40, "reward_model": "none"}
-    script.main(script.Args(**{f.name: settings[f.name] for f in fields(script.Args) if f.name in settings}))
-    lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")[1:]
+    settings |= {"precision": precision, "prompts_per_step": 8, "update_epochs": 1}
+    settings |= {"minibatch_size": 4 if name == "ppo_rlhf" else 16, "microbatch_tokens": 40, "reward_model": "none"}
+    script.main(make_args(script, settings))
+    lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [line["policy/approx_kl"] for line in lines] == [0.0] * len(lines) and len(lines) >= 2
     assert all(line["optim/grad_norm"] > 0 for line in lines)
-    if name in ("grpo", "grpo_process"):
+    if name in WITH_REFERENCE:
         assert [line["policy/ref_kl"] for line in lines] == [0.0] * len(lines)
+    # A step looks up two minibatches of the policy, or the second of them, and of the reference, and updates on both.
+    num_old, num_ref = 2 if name == "ppo_rlhf" else 1, 2 if name in WITH_REFERENCE else 0
+    per_step = num_old + num_ref + 2
+    assert len(calls) == per_step * len(lines)
+    for first in range(0, len(calls), per_step):
+        *lookups, update, later_update = calls[first : first + per_step]
+        assert lookups[:num_old] == [update, later_update][-num_old:]
+        assert lookups[num_old:] == [update, later_update][:num_ref]
+        assert len(later_update) > 1 and max(map(len, later_update)) > 1  # several passes, and rows beside others

@@ -3,8 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-import torch
-from test_models import make_folder, make_tokenizer
+from test_models import make_tokenizer
 from tiny import write_jsonl
 
 import dpo
@@ -45,13 +44,13 @@ def test_a_thought_that_the_prompt_opens_is_the_completions(form, monkeypatch):
     opened = form != "Qwen3"
     completions = [r"17*3... maybe \boxed{51}?", r"maybe \boxed{50}? no</think>\boxed{51}<|im_end|>"]
     rows = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in completions]
-    ids, mask = grpo.pad_left([row[::-1] for row in rows], 0, "cpu")
+    ids, mask = grpo.pad_left([{"prompt_ids": row[::-1]} for row in rows], "cpu")
     monkeypatch.setattr(grpo, "generate", lambda *_: (ids.flip(1), mask.flip(1), mask.float()))
-    prompt = {"prompt": "17*3=", "prompt_ids": grpo.encode_prompt(tokenizer, "17*3=", "")}
+    prompt = {"prompt_ids": grpo.encode_prompt(tokenizer, grpo.as_messages("17*3=", ""))}
     assert tokenizer.decode(prompt["prompt_ids"]) == PROMPT + "<think>\n" * opened
-    model = SimpleNamespace(parameters=lambda: iter([torch.zeros(1)]))
-    stop_ids = [grpo.find_turn_end(tokenizer)]
-    _, texts = grpo.sample_completions(model, tokenizer, [prompt], 2, 1.0, stop_ids, grpo.Args(max_completion_length=9))
+    config = SimpleNamespace(eos_token_id=[grpo.find_turn_end(tokenizer)])
+    policy = SimpleNamespace(model=SimpleNamespace(device="cpu", generation_config=config), modules=list)
+    _, texts = grpo.sample_completions(policy, tokenizer, [prompt] * 2, 1.0, grpo.Args())
     assert texts == ["<think>" * opened + text.removesuffix("<|im_end|>") for text in completions]
     assert [grpo.is_right(text, "51") for text in texts] == [not opened, True]
     row, said = {"prompt": "17+34=", "answer": "51"}, "17+34=51;</think>51 "
@@ -62,30 +61,31 @@ def test_a_thought_that_the_prompt_opens_is_the_completions(form, monkeypatch):
 
 
 @pytest.mark.parametrize("script", [dpo, reward_model])
+@pytest.mark.usefixtures("alone")
 def test_a_pair_is_trained_as_the_template_writes_a_finished_chat(script, tmp_path):
-    dataset = write_jsonl(tmp_path / "pairs.jsonl", ROWS)
+    args = script.Args(dataset=write_jsonl(tmp_path / "pairs.jsonl", ROWS), eval_prompts=1)
     for form in ("Qwen3", "Qwen3-Thinking"):
         tokenizer = tokenizer_of(form)
-        (pair, *_), _, _ = script.load_pairs(dataset, tokenizer, "", 99, 99, 1, grpo.find_turn_end(tokenizer))
+        (pair, *_), _ = script.load_pairs(args, tokenizer)
         for name, text in (("chosen", "50+1\n</think>\n\n51"), ("rejected", "\n</think>\n\n50")):
             whole = tokenizer.decode(pair["prompt_ids"] + pair[f"{name}_ids"])
             assert whole == f"{PROMPT}<think>\n{text}<|im_end|>"
-    tokenizer = tokenizer_of("DeepSeek-R1-Distill, QwQ")
-    with pytest.raises(SystemExit, match="training row [0-9], .*the chat template ends a prompt in .*think") as caught:
-        script.load_pairs(dataset, tokenizer, "", 99, 99, 1, grpo.find_turn_end(tokenizer))
-    assert "\n" not in caught.value.code
+    with pytest.raises(ValueError, match="template renders the prompt differently") as caught:
+        script.load_pairs(args, tokenizer_of("DeepSeek-R1-Distill, QwQ"))
+    assert "pairs.jsonl: row 0 of 3, " in caught.value.__notes__[0]
 
 
+@pytest.mark.usefixtures("alone")
 def test_an_example_is_trained_as_the_template_writes_a_finished_chat(tmp_path):
-    dataset = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "17*3=", "completion": "51"}] * 4)
+    rows = [{"prompt": "17*3=", "completion": "51"}] * 4
+    args = sft.Args(dataset=write_jsonl(tmp_path / "rows.jsonl", rows), eval_prompts=1)
     for form in TEMPLATES:
         tokenizer = tokenizer_of(form)
-        args = sft.Args(model=make_folder(tmp_path / form[:5], tokenizer), dataset=dataset, eval_prompts=1)
-        args = sft.resolve_args(args)
         if form.startswith("DeepSeek"):
-            with pytest.raises(SystemExit, match="changes what precedes message 2, its generation prompt perhaps"):
-                sft.load_conversations(args, tokenizer)
+            with pytest.raises(ValueError, match="template renders the prompt differently"):
+                sft.load_chats(args, tokenizer)
             continue
-        row = sft.load_conversations(args, tokenizer)[0][0]
-        trained = tokenizer.decode([i for i, on in zip(row["ids"], row["trained"]) if on])
-        assert trained == "<think>\n" * (form == "Qwen3") + "\n</think>\n\n51<|im_end|>"
+        row = sft.load_chats(args, tokenizer)[0][0]
+        assert tokenizer.decode(row["prompt_ids"]) == PROMPT + "<think>\n" * (form == "Qwen3-Thinking")
+        completion = tokenizer.decode(row["completion_ids"])
+        assert completion == "<think>\n" * (form == "Qwen3") + "\n</think>\n\n51<|im_end|>"

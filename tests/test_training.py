@@ -1,11 +1,10 @@
 """Short real trainings that must be able to fail."""
 
 import math
-from dataclasses import fields
 
 import pytest
 import torch
-from tiny import read_jsonl, record, shares_changed
+from tiny import parse, read_jsonl, record, shares_changed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import cispo
@@ -22,16 +21,15 @@ SIZES = {"prompts_per_step": 4, "group_size": 4, "minibatch_size": 8, "eval_prom
 
 def train(script, run, **settings):
     """Run main with those of the settings that the script has; return its lines of metrics."""
-    names = [field.name for field in fields(script.Args)]
-    script.main(script.Args(run_dir=str(run), **{key: settings[key] for key in settings if key in names}))
+    own = {name: value for name, value in settings.items() if hasattr(script.Args, name)}
+    script.main(parse(script, run_dir=run, **own))
     return read_jsonl(run / "metrics.jsonl")
 
 
 def test_default_grpo_run_cut_short_learns(tmp_path):
     run = tmp_path / "run"
     torch.manual_seed(0)
-    grpo.main(grpo.Args(num_steps=16, eval_every=16, eval_prompts=64, save_every=16, seed=11, run_dir=str(run)))
-    lines = read_jsonl(run / "metrics.jsonl")
+    lines = train(grpo, run, num_steps=16, eval_every=16, eval_prompts=64, save_every=16, seed=11)
     assert [line["step"] for line in lines] == list(range(17))
     assert all(math.isfinite(value) for line in lines for value in line.values())
     assert lines[-1]["eval/accuracy"] > lines[0]["eval/accuracy"] + 0.1
@@ -65,7 +63,7 @@ def test_short_run_learns(script, tmp_path):
 def test_training_does_not_depend_on_the_microbatch_budget(script, tmp_path):
     runs = {"small": 64, "large": 100_000}
     small, large = (
-        train(script, tmp_path / run, num_steps=1, seed=2, microbatch_tokens=runs[run], **SIZES)[1] for run in runs
+        train(script, tmp_path / run, num_steps=1, seed=2, microbatch_tokens=runs[run], **SIZES)[0] for run in runs
     )
     assert small["optim/grad_norm"] > 0 and small.keys() == large.keys()
     for key in small:
@@ -76,8 +74,8 @@ def test_training_does_not_depend_on_the_microbatch_budget(script, tmp_path):
 def test_dr_grpo_counts_truncated_completions_as_wrong(tmp_path, monkeypatch):
     """In the advantages only: reward/mean stays that of the rule, which here finds everything right."""
     monkeypatch.setattr(dr_grpo, "reward_fn", lambda _completion, _answer: 1.0)
-    rollouts, calls = (record(monkeypatch, dr_grpo, name) for name in ("rollout", "compute_advantages"))
-    line = train(dr_grpo, tmp_path / "run", num_steps=1, max_completion_length=8, **SIZES)[1]
+    rollouts, calls = (record(monkeypatch, dr_grpo, name) for name in ("sample_completions", "compute_advantages"))
+    [line] = train(dr_grpo, tmp_path / "run", num_steps=1, max_completion_length=8, **SIZES)
     batch, rewards = rollouts[0][1][0], calls[0][0][0]
     truncated = batch["truncated"]
     assert truncated.any() and not truncated.all()

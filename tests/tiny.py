@@ -4,11 +4,12 @@ import copy
 import importlib.util
 import inspect
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, Qwen3Config
 
 import cispo
 import dapo
@@ -57,15 +58,29 @@ def scaled(model, scale):
     return model
 
 
+def parse(script, **settings):
+    """The settings that a script's command line makes of these flags: with the defaults of its model, or of its run."""
+    argv = [f"{script.__name__}.py"]
+    for name, value in settings.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            argv.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value is not None:
+            argv.append(f"--{flag}={value}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", argv)
+        return script.parse_args()
+
+
 def load(script, name):
     """A model as main loads it, and its tokenizer."""
-    tokenizer = script.load_tokenizer(str(name))
-    return script.load_model(str(name), tokenizer)[0], tokenizer
+    tokenizer = AutoTokenizer.from_pretrained(str(name))
+    return script.load_model(str(name), tokenizer), tokenizer
 
 
 def load_scorer(script, name, new_head=True):
     """A reward model as main loads it, and its tokenizer."""
-    tokenizer = script.load_tokenizer(str(name))
+    tokenizer = AutoTokenizer.from_pretrained(str(name))
     return script.load_reward_model(str(name), tokenizer, new_head=new_head), tokenizer
 
 
@@ -77,7 +92,7 @@ def pad_right(rows, width, pad_id=PAD_ID):
 
 def make_batch(model, temperature=0.7):
     """Eight completions of several lengths, two of advantage 0; the three other log-probabilities are near."""
-    prompt_ids, prompt_mask = grpo.pad_left(PROMPTS, PAD_ID, "cpu")
+    prompt_ids, prompt_mask = grpo.pad_left([{"prompt_ids": ids} for ids in PROMPTS], "cpu")
     completion_ids, completion_mask = pad_right(COMPLETIONS, 8)
     with torch.no_grad():
         inputs = (prompt_ids, prompt_mask, completion_ids, completion_mask)
@@ -94,6 +109,7 @@ def make_batch(model, temperature=0.7):
         "completion_mask": completion_mask,
         "action_mask": action_mask,
         "lengths": prompt_mask.sum(1) + completion_mask.sum(1),
+        "live": torch.ones(len(PROMPTS), dtype=torch.bool),
         "advantages": torch.tensor([1.2, -0.7, 0.0, 0.4, -1.5, 0.0, 0.9, -0.3], dtype=logprobs.dtype),
         "old_logprobs": logprobs + 0.3 * noise[0],
         "ref_logprobs": logprobs + 0.5 * noise[1],
@@ -156,7 +172,7 @@ def record(patch, module, name):
 def exit_line(script, **settings):
     """Run main and return the line it exits with; a message, unlike None or 0, is exit status 1."""
     with pytest.raises(SystemExit) as caught:
-        script.main(script.Args(**settings))
+        script.main(parse(script, **settings))
     message = caught.value.code
     assert isinstance(message, str) and 0 < len(message) < 600 and "\n" not in message
     return message

@@ -43,27 +43,25 @@ def sum_over_ranks(metrics):
 
 
 def run(script, dtype, live_rows, precision, lora_rank):
-    rank, world_size, device = script.init_ranks()
+    args = make_args(script, microbatch_tokens=ARGS.microbatch_tokens, precision=precision)
     model = build_model("llama", dtype=dtype)
-    model = script.add_adapters(model, lora_rank) if lora_rank else model
+    if lora_rank:
+        script.add_adapters(model, lora_rank)
     for name, parameter in model.named_parameters():  # adapters that have been trained
         if "lora_b" in name:
             parameter.data.fill_(0.02)
     batch = make_batch(model)
-    share = SHARES[rank] if world_size > 1 else sum(SHARES, [])
+    share = SHARES[dist.get_rank()] if dist.get_world_size() > 1 else sum(SHARES, [])
     batch = take(batch, share)
     rows = torch.tensor([share.index(row) for row in live_rows if row in share], dtype=torch.long)
-    policy = script.shard(script.LogprobModel(model), device, precision)
-    logprobs = grpo.lookup_logprobs(policy, batch, [rows], ARGS.microbatch_tokens, ARGS.temperature)
-    args = make_args(script, microbatch_tokens=ARGS.microbatch_tokens)
+    policy = script.shard(script.LogprobModel(model), args, torch.device("cpu"))
+    logprobs = grpo.lookup_logprobs(policy, batch, [rows], ARGS)
     metrics = sum_over_ranks(call_accumulate_gradients(script, policy, batch, rows, args))
-    results = {"gradient": gradient_of_parameters(policy), "metrics": metrics, "logprobs": logprobs}
-    if world_size == 1:
-        dist.destroy_process_group()
-    return results
+    return {"gradient": gradient_of_parameters(policy), "metrics": metrics, "logprobs": logprobs}
 
 
 if __name__ == "__main__":
+    grpo.init_ranks()
     results = {(name, case): run(SCRIPTS[name], *CASES[case]) for name in SCRIPTS for case in CASES}
     torch.save(results, f"{sys.argv[1]}/{dist.get_rank()}.pt")
     dist.destroy_process_group()

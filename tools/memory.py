@@ -65,14 +65,14 @@ def load_config(name):
 
 def read_settings(script, config=None, **given):
     """The settings of a script: those given, those that the model's config.json names, its defaults for real models."""
-    args = importlib.import_module(script).Args
-    own = {field.name: field.metadata.get("real", field.default) for field in fields(args)}
+    own = {field.name: field.default for field in fields(importlib.import_module(script).Args)}
     unknown = [name for name, value in given.items() if value is not None and name in SETTINGS and name not in own]
     if unknown:
         raise SystemExit(f"{script}.py has no --{unknown[0].replace('_', '-')}")
     own["precision"] = SETTINGS["precision"]  # that of a GPU, wherever this runs
-    own |= {name: value for name, value in getattr(config, "task_defaults", {}).items() if name in own}
-    settings = SETTINGS | {name: value for name, value in own.items() if name in SETTINGS and value is not None}
+    named = getattr(config, "task_defaults", {})
+    own |= {name: value for name, value in (named | named.get(script, {})).items() if name in own}
+    settings = SETTINGS | {name: value for name, value in own.items() if name in SETTINGS}
     return SimpleNamespace(script=script, cpu=False, **settings | {k: v for k, v in given.items() if v is not None})
 
 
@@ -161,7 +161,8 @@ def update_bytes(models, settings, ranks):
     gathered = sum(4 * model.root for model in models.values()) if sharded else 0
     for name, model in models.items():
         whole, more = kept_per_token(model, settings)
-        kept += tokens * model.layers * (4 * model.hidden if settings.gradient_checkpointing else whole)
+        inputs = 4 * model.hidden * (model.layers - 1) + size * model.hidden  # of blocks; the first has the embedding's
+        kept += tokens * (inputs if settings.gradient_checkpointing else model.layers * whole)
         gradient = 0 if settings.lora_rank else 4 * model.embedding
         # Of logits, their softmax, and what makes the entropy of it.
         chunk = min(CHUNK // (1 + settings.cpu), 4 * tokens * model.vocab)

@@ -3,9 +3,10 @@
     python tools/plot.py runs/grpo__1__20260101-120000-123456
     python tools/plot.py runs/grpo__* runs/dapo__* --out curves.png
 
-Runs whose args.json differ by the seed alone are one setting: a line, their mean, and a band from the lowest to the
-highest, at the steps at which each of them has a value; what one of them has after that is a thin line. Of several
-settings those metrics are shown that two of them have, and the main evaluation of each.
+Runs whose folders are named alike up to the first __, which is the script unless --run-dir says otherwise, and whose
+args.json differ by the seed alone are one setting: a line, their mean, and a band from the lowest to the highest, at
+the steps at which each of them has a value; what one of them has after that is a thin line. Of several settings those
+metrics are shown that two of them have, and the main evaluation of each.
 """
 
 import argparse
@@ -43,7 +44,7 @@ PANELS = EVALUATIONS | {
     "value/explained_variance": "explained variance of the values",
     "optim/grad_norm": "gradient norm",
 }
-NOT_LEARNING = ("seed", "run_dir", "resume", "run", "track", "eval_every", "save_every")
+NOT_LEARNING = ("seed", "run_dir", "resume", "track", "eval_every", "save_every")
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # Okabe and Ito's
 
 
@@ -67,7 +68,7 @@ def read_run(folder):
         raise SystemExit(f"{folder}: " + ("no run, it has no args.json" if folder.is_dir() else "no such folder"))
     try:
         args = json.loads((folder / "args.json").read_text())
-        about = {"script": folder.name.split("__")[0]} | args.get("run", {})
+        settings = {name: value for name, value in args.items() if name not in NOT_LEARNING}
     except (ValueError, AttributeError):
         raise SystemExit(f"{folder / 'args.json'}: no JSON object of settings") from None
     curves = {}
@@ -77,11 +78,9 @@ def read_run(folder):
                 curves.setdefault(key, {})[row["step"]] = value
     if not curves:
         raise SystemExit(f"{folder}: no metrics yet")
-    # What it learns with, but for the seed: settings, data, and the file that was run, which may bring its own reward.
-    settings = {name: value for name, value in args.items() if name not in NOT_LEARNING}
-    settings |= {"entry": about.get("entry"), "data": ", ".join(about.get("data", []))}
-    about |= {"settings": settings, "curves": curves, "args": args, "name": folder.resolve().name, "folder": folder}
-    return SimpleNamespace(**about)
+    name = folder.resolve().name
+    about = {"name": name, "script": name.split("__")[0], "settings": settings, "curves": curves}
+    return SimpleNamespace(**about, args=args, folder=folder)
 
 
 def group_runs(runs):

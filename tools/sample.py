@@ -20,17 +20,20 @@ import math
 import os
 import random
 import sys
-from dataclasses import fields
+from datetime import datetime
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from tqdm import tqdm
+from transformers import AutoTokenizer
 
 import grpo
 
-SETTINGS = "model dataset system_prompt max_prompt_length max_completion_length eval_prompts seed".split()
+# Of grpo.py; those that are not given have its defaults, which are the model's.
+SETTINGS = {"model": str, "dataset": str, "system_prompt": str, "max_prompt_length": int, "max_completion_length": int}
+SETTINGS |= {"eval_prompts": int, "seed": int, "precision": str}
 
 
 def parse_args(line=None):
@@ -47,10 +50,8 @@ def parse_args(line=None):
     add("--min-reward", type=float, default=1.0, help="right is a reward of at least this (default: 1)")
     add("--per-prompt", type=int, help="most right ones or pairs of a prompt, drawn by --seed (default: all)")
     add("--out", help="new file of what is kept, there when it is whole (default: in runs/)")
-    add("--precision", choices=("bfloat16", "float32"), default=grpo.Args.precision, help="as in grpo.py")
-    for setting in [setting for setting in fields(grpo.Args) if setting.name in SETTINGS]:
-        kind, flag = int if "int" in str(setting.type) else str, f"--{setting.name.replace('_', '-')}"
-        add(flag, type=kind, default=setting.default, help="as in grpo.py")
+    for name, kind in SETTINGS.items():
+        add(f"--{name.replace('_', '-')}", type=kind, help="as in grpo.py")
     given = parser.parse_args(line)
     for name, value in vars(given).items():
         least = int(name not in ("eval_prompts", "temperature", "show"))
@@ -63,22 +64,36 @@ def parse_args(line=None):
     return given
 
 
+def read_settings(given):
+    """The settings of grpo.py: those given, and else its defaults."""
+    flags = {name: getattr(given, name) for name in (*SETTINGS, "rollout_batch_size")}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items() if value is not None]
+    before, sys.argv = sys.argv, ["grpo.py", *flags]
+    try:
+        args = grpo.parse_args()
+    finally:
+        sys.argv = before
+    if args.precision == "auto":
+        args.precision = grpo.find_precision()
+    return args
+
+
 def load_rows(given, args, tokenizer):
     """Rows as load_prompts has them: one's own prompts, or a sample of the split."""
-    settings = (tokenizer, args.system_prompt, args.max_prompt_length)
-    for number, text in enumerate(given.prompt, 1):
-        with grpo.one_line(f"prompt {number}, {text[:60]!r}"):
-            row = grpo.read_prompt({"prompt": text}, *settings)
-            if isinstance(row, str):
-                raise ValueError(row)
-        yield row
-    if not given.prompt:
-        held_out = given.num_prompts or args.eval_prompts if given.split == "test" else args.eval_prompts
-        train, test, report = grpo.load_prompts(args.dataset, *settings, held_out)
-        print(*report, sep="\n")
-        if given.split == "test" and not test:
-            raise SystemExit("--eval-prompts 0: no rows are held out: --split train has them all")
-        yield from (test if given.split == "test" else train)[: given.num_prompts or args.eval_prompts or None]
+    if given.prompt:
+        rows = []
+        for number, text in enumerate(given.prompt, 1):
+            row = grpo.read_prompt({"prompt": text}, tokenizer, args)
+            if not row:
+                raise SystemExit(f"prompt {number}, {text[:60]!r}: empty, or over {args.max_prompt_length} tokens")
+            rows += row
+        return rows
+    if given.split == "test":
+        args.eval_prompts = given.num_prompts or args.eval_prompts
+    train, test = grpo.load_prompts(args, tokenizer)
+    if given.split == "test" and not test:
+        raise SystemExit("--eval-prompts 0: no rows are held out: --split train has them all")
+    return (test if given.split == "test" else train)[: given.num_prompts or args.eval_prompts or None]
 
 
 def with_system(prompt, system_prompt):
@@ -126,33 +141,30 @@ def main(given):
     if given.prompt and given.keep != "all":
         raise SystemExit(f"--keep {given.keep}: own prompts have no answers, so none is right")
     _, _, device = grpo.init_ranks()
-    settings = {name: getattr(given, name) for name in (*SETTINGS, "rollout_batch_size", "precision")}
-    args = grpo.resolve_args(grpo.Args(**settings))
+    args = read_settings(given)
     given.system_prompt = args.system_prompt  # the model's, where none was given
-    tokenizer = grpo.load_tokenizer(args.model)
-    rows = list(load_rows(given, args, tokenizer))
-    model, stop_ids = grpo.load_model(args.model, tokenizer)
-    longest = max(len(row["prompt_ids"]) for row in rows)
-    grpo.check_model(model, rows[0]["prompt_ids"], longest + args.max_completion_length)
-    policy = grpo.shard(grpo.LogprobModel(model.requires_grad_(False)), device, args.precision)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    rows = load_rows(given, args, tokenizer)
+    model = grpo.load_model(args.model, tokenizer)
+    grpo.check_model(model, rows[0]["prompt_ids"], args)
+    policy = grpo.shard(grpo.LogprobModel(model.requires_grad_(False)), args, device)
     torch.manual_seed(args.seed % 2**63)
     n, samples, kept = given.num_samples if given.temperature else 1, [], []
     lot = random.Random(args.seed)
-    draw, shown = (grpo.sample_completions, len(rows)) if given.prompt else (grpo.rollout, given.show)
+    shown = len(rows) if given.prompt else given.show
     size = max(1, args.rollout_batch_size // n)  # prompts at once
-    out = given.out or (None if given.prompt else args.run_dir.replace("grpo", "samples", 1) + ".jsonl")
-    with grpo.one_line(f"--out {out}: cannot be written"):
-        if not given.out:
-            Path(out or os.devnull).parent.mkdir(exist_ok=True)
-        file = open(f"{out}.unfinished" if out else os.devnull, "w")
+    out = given.out
+    if not out and not given.prompt:
+        Path("runs").mkdir(exist_ok=True)
+        out = f"runs/samples__{args.seed}__{datetime.now():%Y%m%d-%H%M%S}.jsonl"
+    file = open(f"{out}.unfinished" if out else os.devnull, "w")
     for start in tqdm(range(0, len(rows), size), unit="batch", disable=None):
         part = [row for row in rows[start : start + size] for _ in range(n)]
-        with grpo.gathered(policy) as sampler:
-            batch, texts = draw(sampler, tokenizer, part[::n], n, given.temperature, stop_ids, args)
-        rewards = batch["rewards"].tolist() if "rewards" in batch else [None] * len(texts)
+        batch, texts = grpo.sample_completions(policy, tokenizer, part, given.temperature, args)
+        rewards = [None] * len(texts)
+        if not given.prompt:
+            rewards = [float(reward) for reward in grpo.score_completions(texts, part)]
         for row, text, reward, truncated in zip(part, texts, rewards, batch["truncated"].tolist()):
-            # As float32 a reward of 0.7 is a little less, and --min-reward 0.7 would drop it.
-            reward = None if reward is None else float(f"{reward:.6g}")
             if len(samples) < shown * n:
                 if len(samples) % n == 0:
                     tqdm.write(row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"])

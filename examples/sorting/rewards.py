@@ -58,18 +58,11 @@ def repaired(completion, answer):
 REWARDS = {"exact": exact, "position": position, "inclusion": inclusion, "repaired": repaired}
 
 
-def main(name, args):
-    """Assign the reward and train."""
-    grpo.reward_fn, grpo.is_right = REWARDS[name], exact
-    if not args.resume:
-        args.model = args.model or "runs/sorting/base/checkpoint"
-        args.dataset = args.dataset or "runs/sorting/data"
-    grpo.main(args)
-
-
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1] not in REWARDS:
         raise SystemExit(f"python {sys.argv[0]} {'|'.join(REWARDS)} [flags of grpo.py]")
-    name = sys.argv.pop(1)
-    sys.argv[0] += f" {name}"  # so that args.json and the line "to go on" name the reward, too
-    main(name, grpo.tyro.cli(grpo.Args))
+    grpo.reward_fn, grpo.is_right = REWARDS[sys.argv.pop(1)], exact
+    if not any(word.startswith("--resume") for word in sys.argv):  # a run keeps its own
+        # Flags that are given come later, and of a flag that comes twice the last one counts.
+        sys.argv[1:1] = ["--model", "runs/sorting/base/checkpoint", "--dataset", "runs/sorting/data"]
+    grpo.main(grpo.parse_args())
