@@ -40,6 +40,7 @@ import time
 from collections import Counter
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
+from decimal import Decimal
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -138,10 +139,8 @@ class Args:
 def is_right(completion, answer):
     """Return whether the completion's final answer equals the answer, which may be a GSM8K solution ending in ####."""
     given = extract_answer(completion)
-    if given is None:
-        return False
-    gold = parse_answer(extract_answer(answer) or answer)
-    return gold is not None and parse_answer(given) == gold
+    gold = parse_gold(answer)
+    return given is not None and gold is not None and parse_answer(given) == gold
 
 
 def reward_fn(completion, answer):
@@ -154,7 +153,14 @@ def score_completions(completions, rows):
 
     Edit this function for rewards that need the prompt or many completions at once, such as a judge or a test runner.
     """
-    return [reward_fn(completion, row["answer"]) for completion, row in zip(completions, rows)]
+    rewards = []
+    for completion, row in zip(completions, rows):
+        try:
+            rewards.append(reward_fn(completion, row["answer"]))
+        except Exception as error:
+            error.add_note(f"in the reward of the completion {completion!r} of the row {row}")
+            raise
+    return rewards
 
 
 def compute_advantages(rewards, group_size):
@@ -239,7 +245,7 @@ def main(args):
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     train_prompts, eval_prompts = load_prompts(args, tokenizer)
     model = load_model(args.model, tokenizer, args.lora_rank)
-    check_model(model, train_prompts[0]["prompt_ids"], args)
+    check_model(model, [*train_prompts, *eval_prompts][0]["prompt_ids"], args)
     policy = shard(LogprobModel(model), args, device)
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     last_step = open_run(args, policy, optimizer)
@@ -303,6 +309,7 @@ def main(args):
 # ---- below: functions that are byte-identical in all scripts that have them, in the order in which main calls them
 
 EVAL_SAMPLES = 4  # completions per held-out prompt, for pass@1 and pass@4
+CHAT = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": "Answer"}]
 LORA_ALPHA = 32  # an adapter's output is multiplied by alpha / rank
 
 # A progress bar within a step, which appears after five seconds.
@@ -315,13 +322,24 @@ def parse_args():
     if args.resume:
         settings = json.loads(Path(args.resume, "args.json").read_text())
     else:
-        config, _ = PreTrainedConfig.get_config_dict(args.model)
-        named = config.get("task_defaults", {})
+        named = read_config(args.model).get("task_defaults", {})
         named |= named.get(Path(__file__).stem, {})  # those of this script
         settings = {name: named[name] for name in vars(args) if not isinstance(named.get(name, {}), dict)}
         if settings and os.environ.get("RANK", "0") == "0":
             print(f"defaults of {args.model}: {settings}")
     return tyro.cli(Args, default=Args(**settings))
+
+
+def read_config(name):
+    """Return what a model's config.json holds; exit if such a model cannot be trained here."""
+    if Path(name, "adapter_config.json").exists():
+        raise SystemExit(f"{name} is a LoRA adapter: merge it into its model first, by merge_and_unload() of peft")
+    config, _ = PreTrainedConfig.get_config_dict(name)
+    if "quantization_config" in config:
+        raise SystemExit(
+            f"{name} is quantized: train the checkpoint that it was made from, if need be with --lora-rank"
+        )
+    return config
 
 
 def init_ranks():
@@ -362,40 +380,194 @@ def find_precision():
 
 def load_prompts(args, tokenizer):
     """Load training and held-out prompts."""
-    read = partial(read_prompt, tokenizer=tokenizer, args=args)
-    train_prompts, eval_prompts = load_rows(args.dataset, args.eval_prompts, read)
+    train_prompts, eval_prompts = load_rows(args, partial(read_prompt, tokenizer=tokenizer, args=args))
     if dist.get_rank() == 0:
-        print(f"the first prompt as the model reads it: {tokenizer.decode(train_prompts[0]['prompt_ids'])!r}")
+        first = [*train_prompts, *eval_prompts][0]
+        print(f"the first prompt as the model reads it: {tokenizer.decode(first['prompt_ids'])!r}")
+        print(f"its answer: {first['answer']!r}")
     return train_prompts, eval_prompts
 
 
+def load_rows(args, read):
+    """Load training and held-out rows; read makes each a list of examples, or of reasons to leave it out."""
+    loaded, held_out = [], set()
+    for kind, split, rows in load_splits(args.dataset, args.eval_prompts):
+        examples, dropped = [], Counter()
+        for number, row in enumerate(rows):
+            try:
+                if row.get("tools"):
+                    raise ValueError("the column tools would be lost: tool calls are not supported")
+                found = read(row)
+            except Exception as error:
+                raise SystemExit(f"{args.dataset}, {kind} row {number}: {error!r}; the row is {row!r:.300}") from error
+            for example in found:
+                if isinstance(example, str):
+                    dropped[example] += 1
+                elif tuple(example["prompt_ids"]) in held_out:
+                    dropped["with a held-out prompt"] += 1
+                else:
+                    examples.append(example)
+        held_out = {tuple(example["prompt_ids"]) for example in examples}
+        loaded.append(examples)
+        report = f"{len(examples)} {kind} rows of {args.dataset}, split {split}, dropped: {dict(dropped)}"
+        if not examples and (kind == "training" and args.num_steps or kind == "held-out" and args.eval_prompts):
+            raise SystemExit(f"too few rows for --eval-prompts {args.eval_prompts}: {report}")
+        if dist.get_rank() == 0:
+            print(report)
+    return loaded[1], loaded[0]
+
+
+def load_splits(name, num_held_out):
+    """Load held-out rows, of the test or validation split or else of the training split, and training rows."""
+    path, config, train = name, "", ""
+    if not Path(name).exists():
+        path, config, train = f"{name}::".split(":")[:3]
+    kind = Path(name).suffix[1:].lower().replace("jsonl", "json")
+    file = name.replace("[", "[[]")  # a bracket is not a pattern
+    if kind == "csv":
+        splits = load_dataset(kind, data_files=file, keep_default_na=False)
+    elif kind in ("json", "parquet"):
+        splits = load_dataset(kind, data_files=file)
+    else:
+        splits = load_dataset(path, config or None)
+    train = train or min([split for split in splits if split.startswith("train")], key=len, default="train")
+    tests = [train.replace("train", split) for split in ("test", "validation", "train")]
+    test = next(split for split in tests if split in splits)
+    train_rows, test_rows = list(splits.get(train, [])), list(splits[test])
+    order = torch.randperm(len(test_rows), generator=torch.Generator().manual_seed(0)).tolist()
+    if test == train:
+        train_rows = [train_rows[i] for i in sorted(order[num_held_out:])]
+    test_rows = [test_rows[i] for i in sorted(order[:num_held_out])]
+    return [("held-out", test, test_rows), ("training", train, train_rows)]
+
+
 def read_prompt(row, tokenizer, args):
-    """Add to a row its prompt (a text or messages), its answer (or None) and its prompt_ids; drop it if it is unfit."""
+    """Add to a row its prompt (a text or messages), its answer (a text or None) and its prompt_ids."""
+    if "prompt_ids" in row:
+        raise ValueError("the script writes a column prompt_ids of its own: give yours another name")
     prompt = find_column(row, ("prompt", "question", "problem"))
-    answer = find_column(row, ("answer", "solution", "ground_truth"), required=False)
-    if not prompt or answer == "":
-        return []
-    prompt_ids = encode_prompt(tokenizer, as_messages(prompt, args.system_prompt))
+    with_verl = {**(row.get("reward_model") or {}), **row}  # verl has the answer in reward_model.ground_truth
+    answer = find_column(with_verl, ("answer", "solution", "ground_truth"), required=False)
+    messages = as_messages(prompt, row.get("system") or args.system_prompt)
+    if not messages or messages[-1]["role"] in ("system", "assistant") or not messages[-1]["content"].strip():
+        return ["without a user's turn at its end"]
+    if answer is not None and parse_gold(answer) is None:
+        return ["without an answer that a completion can match"]
+    prompt_ids = encode_prompt(tokenizer, messages)
     if len(prompt_ids) > args.max_prompt_length:
-        return []
+        return ["too long"]
     return [{**row, "prompt": prompt, "answer": answer, "prompt_ids": prompt_ids}]
 
 
 def find_column(row, names, required=True):
-    """Return the value of the first of these columns that a row has: messages as they are, all else as a text."""
+    """Return the first of these columns that a row has, as a text or messages; a missing value is an empty text."""
     for name in names:
-        if isinstance(row.get(name), list):
-            return row[name]
         if name in row:
-            return str(row[name] if row[name] is not None else "")
+            value = row[name]
+            if value is None or value != value:  # nan
+                value = ""
+            elif isinstance(value, float):
+                value = f"{Decimal(str(value)):f}"  # 0.00001, not 1e-05
+            elif isinstance(value, int):
+                value = str(value)
+            elif not isinstance(value, str | list):
+                raise ValueError(f"the column {name} was read as a {type(value).__name__}: write it as a text")
+            if isinstance(value, str) and re.match(r'\s*\[\s*\{\s*"(role|content)"', value):
+                value = json.loads(value)
+            return value
     if required:
         raise ValueError(f"one of the columns {', '.join(names)} is needed, but there are {', '.join(row)}")
     return None
 
 
+def as_messages(prompt, system_prompt=""):
+    """Return a prompt, a text or a list of messages, as a list of messages with the system prompt."""
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    messages = []
+    for message in prompt:
+        filled = {name: value for name, value in message.items() if value not in (None, [])}  # parquet fills in nulls
+        if set(filled) - {"role", "content"} or not isinstance(filled.get("content", ""), str):
+            raise ValueError(f"only a role and a text as content can be read, so the rest would be lost: {filled}")
+        messages.append({"content": ""} | filled)
+    if system_prompt and (not messages or messages[0]["role"] != "system"):
+        messages.insert(0, {"role": "system", "content": system_prompt})
+    return messages
+
+
+def parse_gold(answer):
+    """Parse a row's answer, which may be a solution that ends in it, or a JSON list of it; return None for prose."""
+    listed = re.fullmatch(r'\["([^"]*)"\]', answer)
+    if listed:
+        answer = listed[1].replace("\\\\", "\\")  # JSON doubles a backslash
+    answer = extract_answer(answer) or answer
+    words = re.findall(r"(?<!\S)[A-Za-z]{2,}(?=[,.]?(?!\S))", answer)
+    if len(set(words)) >= 8:
+        return None
+    return parse_answer(answer)
+
+
+def extract_answer(text):
+    """Return the final answer in a text: its last \\boxed{}, else what follows ####, else <answer>, else None."""
+    # Leave out thoughts, also one that began in the prompt.
+    text = re.sub(r"<think>.*?(</think>|\Z)", " ", text, flags=re.DOTALL).rpartition("</think>")[2]
+    text = re.sub(r"\\boxed ((?>[\w.,/-]*\w))(?=[\s.,;:!?$]|\\[)\]]|\Z)", r"\\boxed{\1}", text)
+    answer, start = None, text.find("\\boxed{")
+    while start >= 0:
+        end = find_closing_brace(text, start + 6)
+        if end is None:
+            return None  # cut off inside its box
+        answer = re.sub(r"^ *\\boxed\{([^{}]*)\} *$", r"\1", text[start + 7 : end])  # a box in a box
+        if text[:start].endswith(("-", "\u2212")):
+            answer = "-" + answer
+        start = text.find("\\boxed{", end)
+    if answer is None and "####" in text:
+        answer = text.rpartition("####")[2].strip().partition("\n")[0]
+    elif answer is None and "<answer>" in text.rpartition("</answer>")[0]:
+        answer = text.rpartition("</answer>")[0].rpartition("<answer>")[2]
+    return answer
+
+
+def find_closing_brace(text, start):
+    """Return the place of the brace that closes the one at start, or None."""
+    depth = 0
+    for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start, start + 2000):
+        if brace[0] == "{":
+            depth += 1
+        elif brace[0] == "}":
+            depth -= 1
+        if depth == 0:
+            return brace.start()
+    return None
+
+
+def parse_answer(text):
+    """Return a number or fraction as a Fraction, other text in a normal form, or None if nothing is left."""
+    text = text.strip().removeprefix("**").removesuffix("**").strip()
+    if len(text) > 1000:
+        return text
+    for written, meant in (("\u2212", "-"), ("\\!,", ","), ("\\$", "$"), ("\\%", "%")):
+        text = text.replace(written, meant)
+    text = re.sub(r"\\[()\[\]]|\$\$", "$", text.removesuffix(".").strip())
+    while re.fullmatch(r"\{[^{}$]*\}|\$[^$]*\$", text):
+        text = text[1:-1].strip()
+    text = re.sub(r"\\[dt]?frac ?(?:\{([^{}]*)\}|([0-9])) ?(?:\{([^{}]*)\}|([0-9]))", r"\\frac{\1\2}{\3\4}", text)
+    flat = re.sub(r"^([+-]? ?)\\frac\{([+-]?[0-9]+)\}\{([+-]?[0-9]+)\}$", r"\1\2/\3", text)
+    number = r"((?:[1-9][0-9]{0,2}(?:(?:,|\\,|\{,\})[0-9]{3})+|[0-9]*)(?:\.[0-9]+)?)"
+    match = re.fullmatch(rf"(?:[$£€] ?)?([+-]?) ?(?:[$£€] ?)?{number}(?: ?/ ?([+-]?[0-9]+))?", flat)
+    if match and re.search("[0-9]", match[2]):
+        sign, digits, divisor = match[1], re.sub(r"[^0-9.]", "", match[2]), int(match[3] or 1)
+        if divisor != 0:
+            return Fraction(sign + digits) / divisor
+    text = re.sub(r"\\(?:text|textbf|mathrm|mbox) ?\{([^{}\\]*)\}", r"\1", text)
+    text = " ".join(text.split())
+    return re.sub(r" ?([^\w ]) ?", r"\1", text) or None
+
+
 def encode_prompt(tokenizer, messages):
     """Return the ids of messages, up to the place where the completion begins."""
     if tokenizer.chat_template is not None:
+        check_chat(tokenizer, messages)
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
     ids = tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]
     if ids[-1] == tokenizer.eos_token_id:  # some tokenizers add it
@@ -403,59 +575,34 @@ def encode_prompt(tokenizer, messages):
     return ids
 
 
-def as_messages(prompt, system_prompt):
-    """Return a prompt, a text or a list of messages, as a list of messages with the system prompt."""
-    messages = prompt
-    if isinstance(prompt, str):
-        messages = [{"role": "user", "content": prompt}]
-    if system_prompt and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": system_prompt}, *messages]
-    return messages
-
-
-def load_rows(name, num_held_out, read):
-    """Load training and held-out rows, and let read make each of them a list of examples, empty to drop the row."""
-    loaded = []
-    for rows in load_splits(name, num_held_out):
-        examples, num_dropped = [], 0
-        for number, row in enumerate(rows):
-            try:
-                found = read(row)
-            except Exception as error:
-                error.add_note(f"{name}: row {number} of {len(rows)}, {row}")
-                raise
-            examples += found
-            num_dropped += len(found) == 0
-        loaded.append(examples)
-        if dist.get_rank() == 0:
-            print(f"{len(examples)} examples from {len(rows)} rows; dropped as empty or too long: {num_dropped} rows")
-        if len(rows) > 0 and not examples:
-            raise SystemExit(f"{name}: all {len(rows)} rows were dropped, because they are empty or too long")
-    return loaded
-
-
-def load_splits(name, num_held_out):
-    """Load the training rows and held-out rows, which come from the test, validation or train split."""
-    kind = Path(name).suffix[1:].lower().replace("jsonl", "json")
-    if kind in ("json", "csv", "parquet"):
-        splits = load_dataset(kind, data_files=name.replace("[", "[[]"))  # a bracket is not a pattern
-    elif Path(name).exists():
-        splits = load_dataset(name)
-    else:
-        splits = load_dataset(*name.split(":"))
-    train = splits["train"]
-    test = splits.get("test", splits.get("validation", train))
-    order = torch.randperm(len(test), generator=torch.Generator().manual_seed(0))
-    if test is train:
-        train = train.select(order[num_held_out:].sort().values)
-    return train, test.select(order[:num_held_out].sort().values)
+def check_chat(tokenizer, messages):
+    """Raise an error if the chat template leaves a text out, or if a text already has the template's special tokens."""
+    written = "".join(tokenizer.apply_chat_template(messages, tokenize=False).split())
+    frame = tokenizer.apply_chat_template(CHAT, tokenize=False)
+    special = [str(token).strip() for token in tokenizer.added_tokens_decoder.values() if token.special]
+    for i, message in enumerate(messages):
+        content = message["content"]
+        if any(token and token in frame and token in content for token in special):
+            raise ValueError(f"{content!r} already has the chat template's tokens: pass plain texts or messages")
+        # Templates may shorten what the assistant said in earlier turns.
+        earlier = message["role"] == "assistant" and i < len(messages) - 1
+        if not earlier and "".join(content.split()) not in written:
+            raise ValueError(f"the chat template does not write the content of the message {message}")
 
 
 def load_model(name, tokenizer, lora_rank=0):
     """Load a language model in float32, and put all its stop tokens into its generation config."""
-    model, info = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
-    if info["missing_keys"]:
-        raise SystemExit(f"{name} is not a complete language model: {sorted(info['missing_keys'])[0]} is missing")
+    stored = read_config(name).get("architectures") or ["causal language model"]
+    options = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(name, **options)
+    except ValueError as error:
+        raise SystemExit(f"{name}, a {stored[0]}, is no causal language model: {error!s:.200}") from error
+    unfit = sorted([*info["missing_keys"], *info["mismatched_keys"]], key=str)
+    if unfit:
+        raise SystemExit(f"{name}: the weights do not fit its config.json, or some are missing: {unfit[0]}")
+    if type(model).__name__ not in stored:
+        print(f"{name} is a {stored[0]}: only its {type(model).__name__} is trained and saved, without vision")
     model.get_input_embeddings().padding_idx = None  # otherwise a pad token that is in use would not be trained
     stop_ids = {find_turn_end(tokenizer)}
     for source in (model.generation_config, model.config.get_text_config(), tokenizer):
@@ -472,8 +619,7 @@ def find_turn_end(tokenizer):
     """Find the special token that ends the assistant's turn in the chat template, or else the end of text."""
     if tokenizer.chat_template is None:
         return tokenizer.eos_token_id
-    chat = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": "Answer"}]
-    tail = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("Answer")[2].strip()
+    tail = tokenizer.apply_chat_template(CHAT, tokenize=False).rpartition("Answer")[2].strip()
     ids = tokenizer(tail, add_special_tokens=False)["input_ids"]
     return next((i for i in ids if i in tokenizer.added_tokens_decoder), tokenizer.eos_token_id)
 
@@ -839,10 +985,11 @@ def sample_completions(policy, tokenizer, prompts, temperature, args, edit=None)
             parts.append(generate(model, ids, mask, limit, temperature, stop_ids, 0, True, edit))
     completion_ids, completion_mask, sampler_logprobs = [torch.cat(values) for values in zip(*parts)]
     lengths = completion_mask.sum(1)  # (B,)
+    hidden_ids = {*stop_ids, tokenizer.pad_token_id, tokenizer.bos_token_id}
     texts, truncated = [], []
     for prompt, ids, length in zip(prompts, completion_ids.tolist(), lengths.tolist()):
         truncated.append(ids[length - 1] not in stop_ids)
-        text = tokenizer.decode(ids[:length], skip_special_tokens=True)
+        text = tokenizer.decode([token for token in ids[:length] if token not in hidden_ids])
         # A <think> at the end of the prompt belongs to the completion.
         if tokenizer.decode(prompt["prompt_ids"][-9:]).rstrip().endswith("<think>"):
             text = "<think>" + text
@@ -887,61 +1034,6 @@ def compute_rewards(texts, rows):
         except Exception as error:
             raise SystemExit(f"score_completions returned {reward!r} for the row {rows[i]}") from error
     return rewards
-
-
-def extract_answer(text):
-    """Return the final answer in a text: its last \\boxed{}, else what follows ####, else <answer>, else None."""
-    # Leave out thoughts, also one that began in the prompt.
-    text = re.sub(r"<think>.*?(</think>|\Z)", " ", text, flags=re.DOTALL).rpartition("</think>")[2]
-    answer, start = None, text.find("\\boxed{")
-    while start >= 0:
-        end = find_closing_brace(text, start + 6)
-        if end is None:
-            return None  # cut off inside its box
-        answer = re.sub(r"^ *\\boxed\{([^{}]*)\} *$", r"\1", text[start + 7 : end])  # a box in a box
-        if text[:start].endswith(("-", "\u2212")):
-            answer = "-" + answer
-        start = text.find("\\boxed{", end)
-    if answer is None and "####" in text:
-        answer = text.rpartition("####")[2].strip().partition("\n")[0]
-    elif answer is None and "<answer>" in text.rpartition("</answer>")[0]:
-        answer = text.rpartition("</answer>")[0].rpartition("<answer>")[2]
-    return answer
-
-
-def find_closing_brace(text, start):
-    """Return the place of the brace that closes the one at start, or None."""
-    depth = 0
-    for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start, start + 2000):
-        if brace[0] == "{":
-            depth += 1
-        elif brace[0] == "}":
-            depth -= 1
-        if depth == 0:
-            return brace.start()
-    return None
-
-
-def parse_answer(text):
-    """Return a number or fraction as a Fraction, other text in a normal form, or None if nothing is left."""
-    text = text.strip().removeprefix("**").removesuffix("**").strip()
-    if len(text) > 1000:
-        return text
-    for written, meant in (("\u2212", "-"), ("\\!,", ","), ("\\$", "$"), ("\\%", "%")):
-        text = text.replace(written, meant)
-    text = text.removesuffix(".").strip()
-    while text[:1] + text[-1:] in ("{}", "$$") and not re.search("[{}$]", text[1:-1]):
-        text = text[1:-1].strip()
-    flat = re.sub(r"^([+-]? ?)\\[dt]?frac ?\{([+-]?[0-9]+)\} ?\{([+-]?[0-9]+)\}$", r"\1\2/\3", text)
-    number = r"((?:[1-9][0-9]{0,2}(?:(?:,|\\,|\{,\})[0-9]{3})+|[0-9]*)(?:\.[0-9]+)?)"
-    match = re.fullmatch(rf"(?:[$£€] ?)?([+-]?) ?(?:[$£€] ?)?{number}(?: ?/ ?([+-]?[0-9]+))?", flat)
-    if match and re.search("[0-9]", match[2]):
-        sign, digits, divisor = match[1], re.sub(r"[^0-9.]", "", match[2]), int(match[3] or 1)
-        if divisor != 0:
-            return Fraction(sign + digits) / divisor
-    text = re.sub(r"\\(?:text|textbf|mathrm|mbox) ?\{([^{}\\]*)\}", r"\1", text)
-    text = " ".join(text.split())
-    return re.sub(r" ?([^\w ]) ?", r"\1", text) or None
 
 
 def pick_rows(rows, start, count, seed):

@@ -30,6 +30,7 @@ import time
 from collections import Counter
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -161,7 +162,7 @@ def main(args):
     torch.manual_seed(args.seed)  # of the new scalar head
     model = load_reward_model(args.model, tokenizer, args.lora_rank)
     check_context(model, args.max_prompt_length + args.max_completion_length)
-    check_scores(model, train_pairs[0])
+    check_scores(model, [*train_pairs, *eval_pairs][0])
     policy = shard(ScoreModel(model), args, device)
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     last_step = open_run(args, policy, optimizer)
@@ -206,6 +207,7 @@ def main(args):
 
 # ---- below: functions that are byte-identical in all scripts that have them, in the order in which main calls them
 
+CHAT = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": "Answer"}]
 LORA_ALPHA = 32  # an adapter's output is multiplied by alpha / rank
 
 # A progress bar within a step, which appears after five seconds.
@@ -218,13 +220,24 @@ def parse_args():
     if args.resume:
         settings = json.loads(Path(args.resume, "args.json").read_text())
     else:
-        config, _ = PreTrainedConfig.get_config_dict(args.model)
-        named = config.get("task_defaults", {})
+        named = read_config(args.model).get("task_defaults", {})
         named |= named.get(Path(__file__).stem, {})  # those of this script
         settings = {name: named[name] for name in vars(args) if not isinstance(named.get(name, {}), dict)}
         if settings and os.environ.get("RANK", "0") == "0":
             print(f"defaults of {args.model}: {settings}")
     return tyro.cli(Args, default=Args(**settings))
+
+
+def read_config(name):
+    """Return what a model's config.json holds; exit if such a model cannot be trained here."""
+    if Path(name, "adapter_config.json").exists():
+        raise SystemExit(f"{name} is a LoRA adapter: merge it into its model first, by merge_and_unload() of peft")
+    config, _ = PreTrainedConfig.get_config_dict(name)
+    if "quantization_config" in config:
+        raise SystemExit(
+            f"{name} is quantized: train the checkpoint that it was made from, if need be with --lora-rank"
+        )
+    return config
 
 
 def init_ranks():
@@ -261,27 +274,80 @@ def find_precision():
 
 def load_pairs(args, tokenizer):
     """Load training and held-out pairs."""
-    read = partial(read_pair, tokenizer=tokenizer, args=args)
-    train_pairs, eval_pairs = load_rows(args.dataset, args.eval_prompts, read)
-    if dist.get_rank() == 0 and train_pairs:
-        names = ("prompt_ids", "chosen_ids", "rejected_ids")
-        prompt, chosen, rejected = [tokenizer.decode(train_pairs[0][name]) for name in names]
+    train_pairs, eval_pairs = load_rows(args, partial(read_pair, tokenizer=tokenizer, args=args))
+    if dist.get_rank() == 0:
+        first, names = [*train_pairs, *eval_pairs][0], ("prompt_ids", "chosen_ids", "rejected_ids")
+        prompt, chosen, rejected = [tokenizer.decode(first[name]) for name in names]
         print(f"the first pair as the model reads it: {prompt!r}, chosen: {chosen!r}, rejected: {rejected!r}")
     return train_pairs, eval_pairs
 
 
+def load_rows(args, read):
+    """Load training and held-out rows; read makes each a list of examples, or of reasons to leave it out."""
+    loaded, held_out = [], set()
+    for kind, split, rows in load_splits(args.dataset, args.eval_prompts):
+        examples, dropped = [], Counter()
+        for number, row in enumerate(rows):
+            try:
+                if row.get("tools"):
+                    raise ValueError("the column tools would be lost: tool calls are not supported")
+                found = read(row)
+            except Exception as error:
+                raise SystemExit(f"{args.dataset}, {kind} row {number}: {error!r}; the row is {row!r:.300}") from error
+            for example in found:
+                if isinstance(example, str):
+                    dropped[example] += 1
+                elif tuple(example["prompt_ids"]) in held_out:
+                    dropped["with a held-out prompt"] += 1
+                else:
+                    examples.append(example)
+        held_out = {tuple(example["prompt_ids"]) for example in examples}
+        loaded.append(examples)
+        report = f"{len(examples)} {kind} rows of {args.dataset}, split {split}, dropped: {dict(dropped)}"
+        if not examples and (kind == "training" and args.num_steps or kind == "held-out" and args.eval_prompts):
+            raise SystemExit(f"too few rows for --eval-prompts {args.eval_prompts}: {report}")
+        if dist.get_rank() == 0:
+            print(report)
+    return loaded[1], loaded[0]
+
+
+def load_splits(name, num_held_out):
+    """Load held-out rows, of the test or validation split or else of the training split, and training rows."""
+    path, config, train = name, "", ""
+    if not Path(name).exists():
+        path, config, train = f"{name}::".split(":")[:3]
+    kind = Path(name).suffix[1:].lower().replace("jsonl", "json")
+    file = name.replace("[", "[[]")  # a bracket is not a pattern
+    if kind == "csv":
+        splits = load_dataset(kind, data_files=file, keep_default_na=False)
+    elif kind in ("json", "parquet"):
+        splits = load_dataset(kind, data_files=file)
+    else:
+        splits = load_dataset(path, config or None)
+    train = train or min([split for split in splits if split.startswith("train")], key=len, default="train")
+    tests = [train.replace("train", split) for split in ("test", "validation", "train")]
+    test = next(split for split in tests if split in splits)
+    train_rows, test_rows = list(splits.get(train, [])), list(splits[test])
+    order = torch.randperm(len(test_rows), generator=torch.Generator().manual_seed(0)).tolist()
+    if test == train:
+        train_rows = [train_rows[i] for i in sorted(order[num_held_out:])]
+    test_rows = [test_rows[i] for i in sorted(order[:num_held_out])]
+    return [("held-out", test, test_rows), ("training", train, train_rows)]
+
+
 def read_pair(row, tokenizer, args):
-    """Return [{prompt_ids, chosen_ids, rejected_ids}]; drop a pair that is empty, too long, or without difference."""
+    """Return [{prompt_ids, chosen_ids, rejected_ids}], or why the pair is left out."""
     prompt, chosen, rejected = split_pair(row, tokenizer.chat_template is not None)
     if not prompt or not chosen.strip() or not rejected.strip():
-        return []
-    messages = as_messages(prompt, args.system_prompt)
+        return ["without one prompt and two completions"]
+    messages = as_messages(prompt, row.get("system") or args.system_prompt)
     prompt_ids, chosen_ids = encode_completion(tokenizer, messages, chosen)
     _, rejected_ids = encode_completion(tokenizer, messages, rejected)
+    if chosen_ids == rejected_ids:
+        return ["with two equal completions"]
     longest = max(len(chosen_ids), len(rejected_ids))
-    too_long = len(prompt_ids) > args.max_prompt_length or longest > args.max_completion_length
-    if too_long or chosen_ids == rejected_ids:
-        return []
+    if len(prompt_ids) > args.max_prompt_length or longest > args.max_completion_length:
+        return ["too long"]
     return [{"prompt_ids": prompt_ids, "chosen_ids": chosen_ids, "rejected_ids": rejected_ids}]
 
 
@@ -291,12 +357,13 @@ def split_pair(row, has_template):
     chosen and rejected are completions of the row's prompt, texts or lists of messages; or whole chats, as lists of
     messages; or whole dialogues, as texts in the form of Anthropic's HH.
     """
-    prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
+    prompt = find_column(row, ("prompt", "question", "problem"), required=False)
+    chosen, rejected = [find_column(row, (name,)) for name in ("chosen", "rejected")]
     if not chosen or not rejected:
         return None, "", ""
     if isinstance(chosen, list):
         return split_chats(prompt, chosen, rejected)
-    if prompt is None:
+    if not prompt:
         head, mark, _ = os.path.commonprefix([chosen, rejected]).rpartition("\n\nAssistant:")
         prompt = head + mark
         chosen, rejected = chosen.removeprefix(prompt), rejected.removeprefix(prompt)
@@ -306,25 +373,60 @@ def split_pair(row, has_template):
     return prompt or None, chosen, rejected
 
 
+def find_column(row, names, required=True):
+    """Return the first of these columns that a row has, as a text or messages; a missing value is an empty text."""
+    for name in names:
+        if name in row:
+            value = row[name]
+            if value is None or value != value:  # nan
+                value = ""
+            elif isinstance(value, float):
+                value = f"{Decimal(str(value)):f}"  # 0.00001, not 1e-05
+            elif isinstance(value, int):
+                value = str(value)
+            elif not isinstance(value, str | list):
+                raise ValueError(f"the column {name} was read as a {type(value).__name__}: write it as a text")
+            if isinstance(value, str) and re.match(r'\s*\[\s*\{\s*"(role|content)"', value):
+                value = json.loads(value)
+            return value
+    if required:
+        raise ValueError(f"one of the columns {', '.join(names)} is needed, but there are {', '.join(row)}")
+    return None
+
+
 def split_chats(prompt, chosen, rejected):
     """Split chosen and rejected messages, which may begin with the prompt's, into their prompt and last texts."""
-    before = []
-    if isinstance(prompt, list):
-        before = prompt
-    elif prompt:
-        before = [{"role": "user", "content": prompt}]
-    chats = []
+    before, prompts, texts = [], [], []
+    if prompt:
+        before = as_messages(prompt)
     for chat in (chosen, rejected):
-        if chat[0]["role"] == "assistant":  # what is not a whole chat continues the prompt
-            chat = [*before, *chat]
-        chats.append(chat)
-    texts = []
-    for chat in chats:
-        texts.append((chat[-1]["content"] or "") if chat[-1]["role"] == "assistant" else "")
-    shared = [[(message["role"], message["content"]) for message in chat[:-1]] for chat in chats]
+        messages = as_messages(chat)
+        if messages[0]["role"] == "assistant":  # what is not a whole chat continues the prompt
+            messages = [*before, *messages]
+        last = messages.pop()
+        if last["role"] != "assistant":
+            return None, "", ""
+        prompts.append(messages)
+        texts.append(last["content"])
+    shared = [[(message["role"], message["content"].strip()) for message in messages] for messages in prompts]
     if shared[0] != shared[1]:
-        return None, *texts
-    return chats[0][:-1], *texts
+        return None, "", ""
+    return prompts[0], *texts
+
+
+def as_messages(prompt, system_prompt=""):
+    """Return a prompt, a text or a list of messages, as a list of messages with the system prompt."""
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    messages = []
+    for message in prompt:
+        filled = {name: value for name, value in message.items() if value not in (None, [])}  # parquet fills in nulls
+        if set(filled) - {"role", "content"} or not isinstance(filled.get("content", ""), str):
+            raise ValueError(f"only a role and a text as content can be read, so the rest would be lost: {filled}")
+        messages.append({"content": ""} | filled)
+    if system_prompt and (not messages or messages[0]["role"] != "system"):
+        messages.insert(0, {"role": "system", "content": system_prompt})
+    return messages
 
 
 def parse_dialogue(text):
@@ -334,22 +436,13 @@ def parse_dialogue(text):
     return [{"role": roles[who], "content": said.strip()} for who, said in zip(parts[::2], parts[1::2])]
 
 
-def as_messages(prompt, system_prompt):
-    """Return a prompt, a text or a list of messages, as a list of messages with the system prompt."""
-    messages = prompt
-    if isinstance(prompt, str):
-        messages = [{"role": "user", "content": prompt}]
-    if system_prompt and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": system_prompt}, *messages]
-    return messages
-
-
 def encode_completion(tokenizer, messages, text):
     """Return the ids of messages and of the completion that follows, up to its stop token, as the model reads them."""
     prompt_ids = encode_prompt(tokenizer, messages)
     if tokenizer.chat_template is None:
         return prompt_ids, [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
     whole = [*messages, {"role": "assistant", "content": text}]
+    check_chat(tokenizer, whole)
     ids = tokenizer.apply_chat_template(whole, return_dict=True)["input_ids"]
     if ids[: len(prompt_ids)] != prompt_ids:
         raise ValueError("the chat template renders the prompt differently when a completion follows")
@@ -364,6 +457,7 @@ def encode_completion(tokenizer, messages, text):
 def encode_prompt(tokenizer, messages):
     """Return the ids of messages, up to the place where the completion begins."""
     if tokenizer.chat_template is not None:
+        check_chat(tokenizer, messages)
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
     ids = tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]
     if ids[-1] == tokenizer.eos_token_id:  # some tokenizers add it
@@ -371,52 +465,28 @@ def encode_prompt(tokenizer, messages):
     return ids
 
 
+def check_chat(tokenizer, messages):
+    """Raise an error if the chat template leaves a text out, or if a text already has the template's special tokens."""
+    written = "".join(tokenizer.apply_chat_template(messages, tokenize=False).split())
+    frame = tokenizer.apply_chat_template(CHAT, tokenize=False)
+    special = [str(token).strip() for token in tokenizer.added_tokens_decoder.values() if token.special]
+    for i, message in enumerate(messages):
+        content = message["content"]
+        if any(token and token in frame and token in content for token in special):
+            raise ValueError(f"{content!r} already has the chat template's tokens: pass plain texts or messages")
+        # Templates may shorten what the assistant said in earlier turns.
+        earlier = message["role"] == "assistant" and i < len(messages) - 1
+        if not earlier and "".join(content.split()) not in written:
+            raise ValueError(f"the chat template does not write the content of the message {message}")
+
+
 def find_turn_end(tokenizer):
     """Find the special token that ends the assistant's turn in the chat template, or else the end of text."""
     if tokenizer.chat_template is None:
         return tokenizer.eos_token_id
-    chat = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": "Answer"}]
-    tail = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("Answer")[2].strip()
+    tail = tokenizer.apply_chat_template(CHAT, tokenize=False).rpartition("Answer")[2].strip()
     ids = tokenizer(tail, add_special_tokens=False)["input_ids"]
     return next((i for i in ids if i in tokenizer.added_tokens_decoder), tokenizer.eos_token_id)
-
-
-def load_rows(name, num_held_out, read):
-    """Load training and held-out rows, and let read make each of them a list of examples, empty to drop the row."""
-    loaded = []
-    for rows in load_splits(name, num_held_out):
-        examples, num_dropped = [], 0
-        for number, row in enumerate(rows):
-            try:
-                found = read(row)
-            except Exception as error:
-                error.add_note(f"{name}: row {number} of {len(rows)}, {row}")
-                raise
-            examples += found
-            num_dropped += len(found) == 0
-        loaded.append(examples)
-        if dist.get_rank() == 0:
-            print(f"{len(examples)} examples from {len(rows)} rows; dropped as empty or too long: {num_dropped} rows")
-        if len(rows) > 0 and not examples:
-            raise SystemExit(f"{name}: all {len(rows)} rows were dropped, because they are empty or too long")
-    return loaded
-
-
-def load_splits(name, num_held_out):
-    """Load the training rows and held-out rows, which come from the test, validation or train split."""
-    kind = Path(name).suffix[1:].lower().replace("jsonl", "json")
-    if kind in ("json", "csv", "parquet"):
-        splits = load_dataset(kind, data_files=name.replace("[", "[[]"))  # a bracket is not a pattern
-    elif Path(name).exists():
-        splits = load_dataset(name)
-    else:
-        splits = load_dataset(*name.split(":"))
-    train = splits["train"]
-    test = splits.get("test", splits.get("validation", train))
-    order = torch.randperm(len(test), generator=torch.Generator().manual_seed(0))
-    if test is train:
-        train = train.select(order[num_held_out:].sort().values)
-    return train, test.select(order[:num_held_out].sort().values)
 
 
 def load_reward_model(name, tokenizer, lora_rank=0, new_head=True):
@@ -424,6 +494,7 @@ def load_reward_model(name, tokenizer, lora_rank=0, new_head=True):
 
     The tokenizer gets a padding id that ends no completion: Hugging Face looks for the last id that is not padding.
     """
+    read_config(name)
     options = {"num_labels": 1, "dtype": torch.float32, "output_loading_info": True}
     model, info = AutoModelForSequenceClassification.from_pretrained(name, **options)
     missing = info["missing_keys"]

@@ -18,6 +18,7 @@ weights.
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -25,6 +26,7 @@ import time
 from collections import Counter
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -132,7 +134,8 @@ def main(args):
         torch.manual_seed(args.seed % 2**63)
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(BUNDLED_MODEL), dtype=torch.float32)
     check_context(model, args.max_prompt_length + args.max_completion_length)
-    check_logprobs(model, train_rows[0]["prompt_ids"] + train_rows[0]["completion_ids"])
+    first = [*train_rows, *eval_rows][0]
+    check_logprobs(model, first["prompt_ids"] + first["completion_ids"])
     policy = shard(LogprobModel(model), args, device)
     betas = (0.9, 0.98)
     optimizer = torch.optim.AdamW(policy.parameters(), betas=betas, weight_decay=args.weight_decay, fused=True)
@@ -180,6 +183,7 @@ def main(args):
 # ---- below: functions that are byte-identical in all scripts that have them, in the order in which main calls them
 
 BUNDLED_MODEL = str(HERE / "models/tiny")
+CHAT = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": "Answer"}]
 LORA_ALPHA = 32  # an adapter's output is multiplied by alpha / rank
 
 # A progress bar within a step, which appears after five seconds.
@@ -192,13 +196,24 @@ def parse_args():
     if args.resume:
         settings = json.loads(Path(args.resume, "args.json").read_text())
     else:
-        config, _ = PreTrainedConfig.get_config_dict(args.model or BUNDLED_MODEL)
-        named = config.get("task_defaults", {})
+        named = read_config(args.model or BUNDLED_MODEL).get("task_defaults", {})
         named |= named.get(Path(__file__).stem, {})  # those of this script
         settings = {name: named[name] for name in vars(args) if not isinstance(named.get(name, {}), dict)}
         if settings and os.environ.get("RANK", "0") == "0":
             print(f"defaults of {args.model or BUNDLED_MODEL}: {settings}")
     return tyro.cli(Args, default=Args(**settings))
+
+
+def read_config(name):
+    """Return what a model's config.json holds; exit if such a model cannot be trained here."""
+    if Path(name, "adapter_config.json").exists():
+        raise SystemExit(f"{name} is a LoRA adapter: merge it into its model first, by merge_and_unload() of peft")
+    config, _ = PreTrainedConfig.get_config_dict(name)
+    if "quantization_config" in config:
+        raise SystemExit(
+            f"{name} is quantized: train the checkpoint that it was made from, if need be with --lora-rank"
+        )
+    return config
 
 
 def init_ranks():
@@ -235,52 +250,125 @@ def find_precision():
 
 def load_chats(args, tokenizer):
     """Load training and held-out examples, one for each turn of the assistant."""
-    read = partial(read_chat, tokenizer=tokenizer, args=args)
-    train_rows, eval_rows = load_rows(args.dataset, args.eval_prompts, read)
-    if dist.get_rank() == 0 and train_rows:
-        prompt, completion = [tokenizer.decode(train_rows[0][name]) for name in ("prompt_ids", "completion_ids")]
+    train_rows, eval_rows = load_rows(args, partial(read_chat, tokenizer=tokenizer, args=args))
+    if dist.get_rank() == 0:
+        first = [*train_rows, *eval_rows][0]
+        prompt, completion = [tokenizer.decode(first[name]) for name in ("prompt_ids", "completion_ids")]
         print(f"the first example as the model reads it: {prompt!r}, and the part that is trained: {completion!r}")
     return train_rows, eval_rows
 
 
-def read_chat(row, tokenizer, args):
-    """Return the examples of a row, {prompt_ids, completion_ids}; drop those that are empty or too long."""
-    if "messages" in row:
-        messages = as_messages(row["messages"], args.system_prompt)
+def load_rows(args, read):
+    """Load training and held-out rows; read makes each a list of examples, or of reasons to leave it out."""
+    loaded, held_out = [], set()
+    for kind, split, rows in load_splits(args.dataset, args.eval_prompts):
+        examples, dropped = [], Counter()
+        for number, row in enumerate(rows):
+            try:
+                if row.get("tools"):
+                    raise ValueError("the column tools would be lost: tool calls are not supported")
+                found = read(row)
+            except Exception as error:
+                raise SystemExit(f"{args.dataset}, {kind} row {number}: {error!r}; the row is {row!r:.300}") from error
+            for example in found:
+                if isinstance(example, str):
+                    dropped[example] += 1
+                elif tuple(example["prompt_ids"]) in held_out:
+                    dropped["with a held-out prompt"] += 1
+                else:
+                    examples.append(example)
+        held_out = {tuple(example["prompt_ids"]) for example in examples}
+        loaded.append(examples)
+        report = f"{len(examples)} {kind} rows of {args.dataset}, split {split}, dropped: {dict(dropped)}"
+        if not examples and (kind == "training" and args.num_steps or kind == "held-out" and args.eval_prompts):
+            raise SystemExit(f"too few rows for --eval-prompts {args.eval_prompts}: {report}")
+        if dist.get_rank() == 0:
+            print(report)
+    return loaded[1], loaded[0]
+
+
+def load_splits(name, num_held_out):
+    """Load held-out rows, of the test or validation split or else of the training split, and training rows."""
+    path, config, train = name, "", ""
+    if not Path(name).exists():
+        path, config, train = f"{name}::".split(":")[:3]
+    kind = Path(name).suffix[1:].lower().replace("jsonl", "json")
+    file = name.replace("[", "[[]")  # a bracket is not a pattern
+    if kind == "csv":
+        splits = load_dataset(kind, data_files=file, keep_default_na=False)
+    elif kind in ("json", "parquet"):
+        splits = load_dataset(kind, data_files=file)
     else:
-        prompt = find_column(row, ("prompt", "question", "problem"))
-        completion = find_column(row, ("completion", "answer", "solution"))
-        if not prompt or not completion:
-            return []
+        splits = load_dataset(path, config or None)
+    train = train or min([split for split in splits if split.startswith("train")], key=len, default="train")
+    tests = [train.replace("train", split) for split in ("test", "validation", "train")]
+    test = next(split for split in tests if split in splits)
+    train_rows, test_rows = list(splits.get(train, [])), list(splits[test])
+    order = torch.randperm(len(test_rows), generator=torch.Generator().manual_seed(0)).tolist()
+    if test == train:
+        train_rows = [train_rows[i] for i in sorted(order[num_held_out:])]
+    test_rows = [test_rows[i] for i in sorted(order[:num_held_out])]
+    return [("held-out", test, test_rows), ("training", train, train_rows)]
+
+
+def read_chat(row, tokenizer, args):
+    """Return an example, {prompt_ids, completion_ids}, for each turn of the assistant in a row."""
+    system_prompt = row.get("system") or args.system_prompt
+    if "messages" in row:
+        messages = as_messages(find_column(row, ("messages",)) or [], system_prompt)
+    else:
+        messages = as_messages(find_column(row, ("prompt", "question", "problem")), system_prompt)
+        completion = find_column(row, ("completion", "response", "solution", "answer"))
         if isinstance(completion, str):
             completion = [{"role": "assistant", "content": completion}]
-        messages = [*as_messages(prompt, args.system_prompt), *completion]
+        messages += as_messages(completion)
+    turns = [message for message in messages if message["role"] != "system"]
+    if not turns or turns[0]["role"] == "assistant" or not turns[0]["content"].strip():
+        return ["without a user's turn before the assistant's turn"]
     examples = []
     for place, message in enumerate(messages):
-        if place > 0 and message["role"] == "assistant" and message["content"].strip():
+        if message["role"] == "assistant" and not message["content"].strip():
+            examples.append("without a completion")
+        elif message["role"] == "assistant":
             prompt_ids, completion_ids = encode_completion(tokenizer, messages[:place], message["content"])
-            if len(prompt_ids) <= args.max_prompt_length and len(completion_ids) <= args.max_completion_length:
+            if len(prompt_ids) > args.max_prompt_length or len(completion_ids) > args.max_completion_length:
+                examples.append("too long")
+            else:
                 examples.append({"prompt_ids": prompt_ids, "completion_ids": completion_ids})
-    return examples
+    return examples or ["without a completion"]
 
 
-def as_messages(prompt, system_prompt):
+def as_messages(prompt, system_prompt=""):
     """Return a prompt, a text or a list of messages, as a list of messages with the system prompt."""
-    messages = prompt
     if isinstance(prompt, str):
-        messages = [{"role": "user", "content": prompt}]
-    if system_prompt and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": system_prompt}, *messages]
+        prompt = [{"role": "user", "content": prompt}]
+    messages = []
+    for message in prompt:
+        filled = {name: value for name, value in message.items() if value not in (None, [])}  # parquet fills in nulls
+        if set(filled) - {"role", "content"} or not isinstance(filled.get("content", ""), str):
+            raise ValueError(f"only a role and a text as content can be read, so the rest would be lost: {filled}")
+        messages.append({"content": ""} | filled)
+    if system_prompt and (not messages or messages[0]["role"] != "system"):
+        messages.insert(0, {"role": "system", "content": system_prompt})
     return messages
 
 
 def find_column(row, names, required=True):
-    """Return the value of the first of these columns that a row has: messages as they are, all else as a text."""
+    """Return the first of these columns that a row has, as a text or messages; a missing value is an empty text."""
     for name in names:
-        if isinstance(row.get(name), list):
-            return row[name]
         if name in row:
-            return str(row[name] if row[name] is not None else "")
+            value = row[name]
+            if value is None or value != value:  # nan
+                value = ""
+            elif isinstance(value, float):
+                value = f"{Decimal(str(value)):f}"  # 0.00001, not 1e-05
+            elif isinstance(value, int):
+                value = str(value)
+            elif not isinstance(value, str | list):
+                raise ValueError(f"the column {name} was read as a {type(value).__name__}: write it as a text")
+            if isinstance(value, str) and re.match(r'\s*\[\s*\{\s*"(role|content)"', value):
+                value = json.loads(value)
+            return value
     if required:
         raise ValueError(f"one of the columns {', '.join(names)} is needed, but there are {', '.join(row)}")
     return None
@@ -292,6 +380,7 @@ def encode_completion(tokenizer, messages, text):
     if tokenizer.chat_template is None:
         return prompt_ids, [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
     whole = [*messages, {"role": "assistant", "content": text}]
+    check_chat(tokenizer, whole)
     ids = tokenizer.apply_chat_template(whole, return_dict=True)["input_ids"]
     if ids[: len(prompt_ids)] != prompt_ids:
         raise ValueError("the chat template renders the prompt differently when a completion follows")
@@ -306,6 +395,7 @@ def encode_completion(tokenizer, messages, text):
 def encode_prompt(tokenizer, messages):
     """Return the ids of messages, up to the place where the completion begins."""
     if tokenizer.chat_template is not None:
+        check_chat(tokenizer, messages)
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
     ids = tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]
     if ids[-1] == tokenizer.eos_token_id:  # some tokenizers add it
@@ -313,59 +403,43 @@ def encode_prompt(tokenizer, messages):
     return ids
 
 
+def check_chat(tokenizer, messages):
+    """Raise an error if the chat template leaves a text out, or if a text already has the template's special tokens."""
+    written = "".join(tokenizer.apply_chat_template(messages, tokenize=False).split())
+    frame = tokenizer.apply_chat_template(CHAT, tokenize=False)
+    special = [str(token).strip() for token in tokenizer.added_tokens_decoder.values() if token.special]
+    for i, message in enumerate(messages):
+        content = message["content"]
+        if any(token and token in frame and token in content for token in special):
+            raise ValueError(f"{content!r} already has the chat template's tokens: pass plain texts or messages")
+        # Templates may shorten what the assistant said in earlier turns.
+        earlier = message["role"] == "assistant" and i < len(messages) - 1
+        if not earlier and "".join(content.split()) not in written:
+            raise ValueError(f"the chat template does not write the content of the message {message}")
+
+
 def find_turn_end(tokenizer):
     """Find the special token that ends the assistant's turn in the chat template, or else the end of text."""
     if tokenizer.chat_template is None:
         return tokenizer.eos_token_id
-    chat = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": "Answer"}]
-    tail = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("Answer")[2].strip()
+    tail = tokenizer.apply_chat_template(CHAT, tokenize=False).rpartition("Answer")[2].strip()
     ids = tokenizer(tail, add_special_tokens=False)["input_ids"]
     return next((i for i in ids if i in tokenizer.added_tokens_decoder), tokenizer.eos_token_id)
 
 
-def load_rows(name, num_held_out, read):
-    """Load training and held-out rows, and let read make each of them a list of examples, empty to drop the row."""
-    loaded = []
-    for rows in load_splits(name, num_held_out):
-        examples, num_dropped = [], 0
-        for number, row in enumerate(rows):
-            try:
-                found = read(row)
-            except Exception as error:
-                error.add_note(f"{name}: row {number} of {len(rows)}, {row}")
-                raise
-            examples += found
-            num_dropped += len(found) == 0
-        loaded.append(examples)
-        if dist.get_rank() == 0:
-            print(f"{len(examples)} examples from {len(rows)} rows; dropped as empty or too long: {num_dropped} rows")
-        if len(rows) > 0 and not examples:
-            raise SystemExit(f"{name}: all {len(rows)} rows were dropped, because they are empty or too long")
-    return loaded
-
-
-def load_splits(name, num_held_out):
-    """Load the training rows and held-out rows, which come from the test, validation or train split."""
-    kind = Path(name).suffix[1:].lower().replace("jsonl", "json")
-    if kind in ("json", "csv", "parquet"):
-        splits = load_dataset(kind, data_files=name.replace("[", "[[]"))  # a bracket is not a pattern
-    elif Path(name).exists():
-        splits = load_dataset(name)
-    else:
-        splits = load_dataset(*name.split(":"))
-    train = splits["train"]
-    test = splits.get("test", splits.get("validation", train))
-    order = torch.randperm(len(test), generator=torch.Generator().manual_seed(0))
-    if test is train:
-        train = train.select(order[num_held_out:].sort().values)
-    return train, test.select(order[:num_held_out].sort().values)
-
-
 def load_model(name, tokenizer, lora_rank=0):
     """Load a language model in float32, and put all its stop tokens into its generation config."""
-    model, info = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
-    if info["missing_keys"]:
-        raise SystemExit(f"{name} is not a complete language model: {sorted(info['missing_keys'])[0]} is missing")
+    stored = read_config(name).get("architectures") or ["causal language model"]
+    options = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(name, **options)
+    except ValueError as error:
+        raise SystemExit(f"{name}, a {stored[0]}, is no causal language model: {error!s:.200}") from error
+    unfit = sorted([*info["missing_keys"], *info["mismatched_keys"]], key=str)
+    if unfit:
+        raise SystemExit(f"{name}: the weights do not fit its config.json, or some are missing: {unfit[0]}")
+    if type(model).__name__ not in stored:
+        print(f"{name} is a {stored[0]}: only its {type(model).__name__} is trained and saved, without vision")
     model.get_input_embeddings().padding_idx = None  # otherwise a pad token that is in use would not be trained
     stop_ids = {find_turn_end(tokenizer)}
     for source in (model.generation_config, model.config.get_text_config(), tokenizer):

@@ -46,7 +46,9 @@ def run(program, calls):
 def read_prompt(read, row, **settings):
     """Read a row as grpo.py does; refuse one whose tests cannot be scored."""
     prompts = read(row, **settings)
-    for prompt in prompts:  # one, or none if it is dropped
+    for prompt in prompts:  # one, or why it is dropped
+        if isinstance(prompt, str):
+            break
         try:
             calls, _ = zip(*json.loads(prompt["answer"]), strict=True)
             all(compile(call.strip(), "call", "eval") for call in calls)
@@ -82,5 +84,6 @@ if __name__ == "__main__":
     import grpo
 
     grpo.read_prompt = partial(read_prompt, grpo.read_prompt)
+    grpo.parse_gold = str  # tests are no answer that a completion repeats
     grpo.is_right, grpo.reward_fn, grpo.score_completions = is_right, reward_fn, score_completions
     grpo.main(grpo.parse_args())

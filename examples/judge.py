@@ -30,7 +30,7 @@ def read_pair(row, tokenizer, given):
     """
     prompt, *texts = dpo.split_pair(row, tokenizer.chat_template is not None)
     if not prompt or not all(map(str.strip, texts)) or texts[0] == texts[1]:
-        return []
+        return ["without a prompt and two different completions"]
     messages, asked = dpo.as_messages(prompt, ""), []
     if given.by == "logprob":
         (prompt_ids, a), (_, b) = (dpo.encode_completion(tokenizer, messages, text) for text in texts)
@@ -44,8 +44,8 @@ def read_pair(row, tokenizer, given):
             prompt_ids = dpo.encode_prompt(tokenizer, dpo.as_messages(QUESTION.format(said, *order), ""))
             asked.append({"prompt_ids": prompt_ids, "chosen_ids": a, "rejected_ids": b})
     if a == b or max(sum(map(len, pair.values())) for pair in asked) > given.max_length:
-        return []
-    return [{"prompt": prompt, "texts": texts, "kind": row.get("kind"), "asked": asked}]
+        return [f"more than {given.max_length} tokens"]
+    return [{"prompt_ids": prompt_ids, "prompt": prompt, "texts": texts, "kind": row.get("kind"), "asked": asked}]
 
 
 @torch.no_grad()
@@ -64,7 +64,8 @@ def main(given):
     Path(given.out).exists() and sys.exit(f"--out {given.out} exists: choose another")
     _, _, device = dpo.init_ranks()
     tokenizer = AutoTokenizer.from_pretrained(given.model)
-    rows, _ = dpo.load_rows(given.dataset, 0, lambda row: read_pair(row, tokenizer, given))
+    args = dpo.Args(dataset=given.dataset, eval_prompts=0, num_steps=0)  # nothing is held out
+    rows, _ = dpo.load_rows(args, lambda row: read_pair(row, tokenizer, given))
     if not rows:
         sys.exit("there is nothing to judge: no prompts, no answers, none that the tokenizer tells apart, as A and B")
     asked = [pair for row in rows for pair in row["asked"]]

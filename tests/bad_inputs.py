@@ -178,7 +178,8 @@ def file_cases():
         "not parquet": (lambda _: b"PAR1junk", "bad.parquet", ("[Pp]arquet",)),
         "csv without header": (lambda _: "1+1=,2\n" * 9, "bad.csv", ("1\\+1=",)),
         "ragged csv": (lambda _: "prompt,answer\n1,2\n1,2,3,4\n", "bad.csv", ("line 3",)),
-        "one row": (lambda kind: GOOD[kind][:1], "bad.jsonl", ("0 examples",)),
+        "one row": (lambda kind: GOOD[kind][:1], "bad.jsonl", ("too few rows", "0 training rows")),
+        "one prompt": (lambda kind: GOOD[kind][:1] * 9, "bad.jsonl", ("with a held-out prompt': 7",)),
         "other columns": (lambda _: [{"text": "a", "label": 1}] * 9, "bad.jsonl", ("text|chosen",)),
     }
     for number, (name, (make, path, words)) in enumerate(damaged.items()):
@@ -213,6 +214,9 @@ def strict(row):
     return prepare
 
 
+ROW = "bad.jsonl, training row "
+
+
 def row_cases():
     """One damaged row, the eighth of twelve, which is among those of training; or where none alone is damage, all."""
 
@@ -225,13 +229,13 @@ def row_cases():
 
     for number, script in enumerate(PROMPTED):
         value = in_turn(number, (["a", "b"], [1, 2]))
-        yield case(script, f"prompt {value}", eighth(script, prompt=value), "bad.jsonl: row ", "prompt")
+        yield case(script, f"prompt {value}", eighth(script, prompt=value), ROW, "prompt")
     for script in PAIRED:
         for column in ("chosen", "rejected"):
-            for value in (7, [1, 2]):
+            for value in ({"a": 1}, [1, 2]):
                 rows = eighth(script, **{column: value})
-                yield case(script, f"{column} {value}", rows, "bad.jsonl: row |[Cc]olumn|JSON", column)
-    yield case("sft", "messages a string", eighth("sft", messages="hi"), "bad.jsonl|JSON")
+                yield case(script, f"{column} {value}", rows, f"{ROW}|[Cc]olumn|JSON", column)
+    yield case("sft", "messages a string", [{"messages": "hi"}] * 12, "without a completion")
     yield case("sft", "messages of strings", eighth("sft", messages=["hi"]), "bad.jsonl|JSON")
     two_turns = [user("1+1="), user("2+2=")]
     for script, row in (
@@ -241,23 +245,54 @@ def row_cases():
         ("reward_model", {"prompt": two_turns, "chosen": "2", "rejected": "3"}),
         ("sft", {"messages": [*two_turns, assistant("4")]}),
     ):
-        words = ("roles must alternate", "bad.jsonl: row 0 ")
+        words = ("roles must alternate", "bad.jsonl, held-out row 0: ")
         yield Case(script, "rows", "the template refuses all", words, prepare=strict(row))
     ends = [user("1+1="), assistant("2")]
-    for script, name, row in (
-        ("grpo", "answers empty", {"prompt": "1+1=", "answer": ""}),
-        ("gspo", "answers null", {"prompt": "1+1=", "answer": None}),
-        ("dapo", "prompts empty", {"prompt": "", "answer": "1"}),
-        ("dr_grpo", "prompts too long", {"prompt": "1+" * 40, "answer": "1"}),
-        ("dpo", "pairs identical", {"prompt": "1+1=", "chosen": "2", "rejected": "2"}),
-        ("reward_model", "pairs empty", {"prompt": "1+1=", "chosen": "2", "rejected": ""}),
-        ("reward_model", "pairs share no prompt", {"chosen": ends, "rejected": [user("3"), ends[1]]}),
-        ("dpo", "pairs of questions", {"chosen": ends[:1], "rejected": ends[:1]}),
-        ("sft", "no assistant's turn", {"messages": [user("1+1="), user("2")]}),
-        ("sft", "completions too long", {"prompt": "1", "completion": "1" * 99}),
-        ("sft", "answers empty", {"question": "1+1=", "answer": ""}),
+    answer, turn = "without an answer that a completion can match", "without a user's turn at its end"
+    completion, pair = "without a completion", "without one prompt and two completions"
+    prose = "The number is found by adding both of them, one after the other."
+    for script, name, row, reason in (
+        ("grpo", "answers empty", {"prompt": "1+1=", "answer": ""}, answer),
+        ("gspo", "answers null", {"prompt": "1+1=", "answer": None}, answer),
+        ("cispo", "answers prose", {"prompt": "1+1=", "answer": prose}, answer),
+        ("dapo", "prompts empty", {"prompt": "", "answer": "1"}, turn),
+        ("reinforce", "prompts that end in an answer", {"prompt": ends, "answer": "1"}, turn),
+        ("grpo_tools", "prompts without messages", {"prompt": [], "answer": "1"}, turn),
+        ("dr_grpo", "prompts too long", {"prompt": "1+" * 40, "answer": "1"}, "too long"),
+        ("dpo", "pairs identical", {"prompt": "1+1=", "chosen": "2", "rejected": "2"}, "with two equal completions"),
+        ("reward_model", "pairs empty", {"prompt": "1+1=", "chosen": "2", "rejected": ""}, pair),
+        ("reward_model", "pairs share no prompt", {"chosen": ends, "rejected": [user("3"), ends[1]]}, pair),
+        ("dpo", "pairs of questions", {"chosen": ends[:1], "rejected": ends[:1]}, pair),
+        ("sft", "no assistant's turn", {"messages": [user("1+1="), user("2")]}, completion),
+        ("sft", "no user's turn", {"messages": ends[1:]}, "without a user's turn before the assistant's turn"),
+        ("sft", "completions too long", {"prompt": "1", "completion": "1" * 99}, "too long"),
+        ("sft", "answers empty", {"question": "1+1=", "answer": ""}, completion),
     ):
-        yield case(script, name, [row] * 12, "0 examples from 10 rows; dropped as empty or too long: 10")
+        counted = f"too few rows .* 0 held-out rows of bad.jsonl, split train, dropped: .*{reason}['\"]: 2"
+        yield case(script, name, [row] * 12, counted)
+    marked = "<|user|>1+1=<|assistant|>"
+    weighed = [user("1+1="), {**assistant("2"), "weight": 0}]
+    for script, name, row, words in (
+        (
+            "grpo_process",
+            "a column of the script's own",
+            {"prompt": "1", "answer": "1", "prompt_ids": [1]},
+            "prompt_ids",
+        ),
+        ("ppo_rlhf", "prompts with special tokens", {"prompt": marked, "answer": "2"}, "already has the chat template"),
+        ("dpo", "prompts with special tokens", {"prompt": marked, "chosen": "2", "rejected": "3"}, "already has the"),
+        (
+            "sft",
+            "completions with special tokens",
+            {"prompt": "1+1=", "completion": "2<|end|>"},
+            "already has the chat",
+        ),
+        ("sft", "messages with weights", {"messages": weighed}, "the rest would be lost: .*weight"),
+        ("grpo", "messages of parts", {"prompt": [user([{"type": "text"}])], "answer": "1"}, "the rest would be lost"),
+        ("dr_grpo", "answers of a struct", {"prompt": "1+1=", "answer": {"value": 1}}, "answer was read as a dict"),
+        ("reward_model", "completions of a struct", {"chosen": {"a": 1}, "rejected": "3"}, "chosen was read as a dict"),
+    ):
+        yield case(script, name, [row] * 12, "bad.jsonl, held-out row 0: ", words)
     yield case("sft", "questions without answers", [{"question": "1+1=", "score": 1}] * 12, "completion", "score")
     yield case("sft", "solutions without problems", [{"solution": "2"}] * 12, "prompt", "solution")
 
@@ -303,22 +338,30 @@ def remove(*names):
     return lambda folder: [(folder / name).unlink() for name in names]
 
 
+def adapters(folder):
+    remove("config.json", "model.safetensors")(folder)
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "no/such/model"}')
+
+
 MODELS = {
-    "a tensor missing": (weights("layers.2.mlp.up_proj", lambda _: None), ("layers.2.mlp.up_proj.weight is missing",)),
-    "a layer missing": (weights("layers.3.", lambda _: None), ("layers.3.* is missing",)),
+    "a tensor missing": (weights("layers.2.mlp.up_proj", lambda _: None), ("missing", "layers.2.mlp.up_proj.weight")),
+    "a layer missing": (weights("layers.3.", lambda _: None), ("missing", "layers.3.")),
     "weights cut short": (cut("model.safetensors", 100_000), ("[Ss]afetensor",)),
     "no weights": (remove("model.safetensors"), ("model.safetensors",)),
     "config cut short": (cut("config.json", 200), ("config.json",)),
-    "another hidden size": (edited("config.json", hidden_size=64), ("size|shape",)),
+    "another hidden size": (edited("config.json", hidden_size=64), ("do not fit its config.json|size|shape",)),
     "more layers in the config": (
         edited("config.json", num_hidden_layers=5, layer_types=["full_attention"] * 5),
-        ("layers.4.* is missing",),
+        ("missing", "layers.4."),
     ),
     "nan weights": (weights("layers.1.mlp", lambda value: value * math.nan), ("nan",)),
     "inf weights": (weights("norm", lambda value: value + math.inf), ("nan",)),
+    "adapters": (adapters, ("is a LoRA adapter: merge it",)),
+    "quantized": (edited("config.json", quantization_config={"quant_method": "gptq"}), ("quantized|gptq|GPTQ",)),
+    "an encoder and decoder": (edited("config.json", model_type="t5"), ("(language|reward) model",)),
     "fewer tokens than the tokenizer": (fewer_tokens, ("index out of range",)),
     "a run folder instead of its checkpoint": (
-        lambda f: (shutil.copytree(f, "run"), shutil.rmtree(f), Path("run").rename(f / "checkpoint")),
+        lambda f: (shutil.copytree(f, "run/checkpoint"), shutil.rmtree(f), Path("run").rename(f)),
         ("tokenizer|config",),
     ),
 }
@@ -453,7 +496,7 @@ class Worker:
             with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
                 self.train(given)
         except BaseException as error:
-            counts = [line for line in output.getvalue().splitlines() if " examples from " in line]
+            counts = [line for line in output.getvalue().splitlines() if " rows of " in line]
             usage = output.getvalue()[-1000:] if isinstance(error, SystemExit) and error.code == 2 else ""
             text = " ".join([*counts, usage, messages_of(error)])
             kind = "clear" if all(re.search(word, text) for word in case.words) else "unclear"

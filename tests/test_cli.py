@@ -79,8 +79,12 @@ def test_bad_settings_exit_with_one_line_and_leave_nothing_behind(folder, script
     [
         ({"model": "no/such/model"}, OSError, "no/such/model"),
         ({"dataset": "no_such_file.jsonl"}, FileNotFoundError, "no_such_file.jsonl"),
-        ({"system_prompt": "é" * 40}, IndexError, "0 examples from 8 rows; dropped as empty or too long: 8 rows"),
-        ({"max_prompt_length": 3}, IndexError, "0 examples from 8 rows; dropped as empty or too long: 8 rows"),
+        (
+            {"system_prompt": "é" * 40},
+            SystemExit,
+            "0 held-out rows of sums.jsonl, split train, dropped: {'too long': 2}",
+        ),
+        ({"max_prompt_length": 3}, SystemExit, "0 held-out rows of sums.jsonl, split train, dropped: {'too long': 2}"),
     ],
 )
 def test_a_traceback_or_what_is_above_it_says_what_is_wrong(folder, capsys, settings, error, expected):
@@ -90,12 +94,11 @@ def test_a_traceback_or_what_is_above_it_says_what_is_wrong(folder, capsys, sett
     assert [path.name for path in folder.iterdir()] == ["sums.jsonl"]
 
 
-def test_an_empty_chat_template_ends_the_run_below_the_empty_prompt(folder, capsys):
+def test_an_empty_chat_template_ends_the_run_and_names_the_text_that_it_does_not_write(folder):
     model = shutil.copytree(TINY, folder / "model")
     (model / "chat_template.jinja").write_text("")
-    with pytest.raises(RuntimeError):
-        grpo.main(parse(grpo, model=model, dataset="sums.jsonl", run_dir="mine", **small(grpo)))
-    assert "the first prompt as the model reads it: ''\n" in capsys.readouterr().out
+    line = exit_line(grpo, model=model, dataset="sums.jsonl", run_dir="mine", **small(grpo))
+    assert re.search("the chat template does not write the content of the message .*'2\\+1='", line)
     assert not (folder / "mine").exists()
 
 

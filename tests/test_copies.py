@@ -20,17 +20,17 @@ ALL = (*LOGPROBS, "reward_model")
 # {scripts: what is identical in them}; a name comes twice where two families have each their own.
 SHARED = {
     ALL: """init_ranks all_reduce find_precision load_rows load_splits as_messages encode_prompt find_turn_end
+        find_column check_chat read_config
         add_adapters find_blocks shard compute_in_bfloat16 in_bfloat16 cast open_run load_state catch_signals pick_rows
         pad_left microbatches step_optimizer append_line log_step read_metrics save merge_adapters end_run""",
     ("dpo", "reward_model", *SAMPLED): "parse_args",
     LOGPROBS: "load_model token_logprobs head_logprobs LogprobModel",
-    ("sft", *SAMPLED): "find_column",
     SAMPLED: """is_right reward_fn score_completions read_prompt check_model generate sample_tokens gathered
-        sample_completions compute_rewards extract_answer find_closing_brace parse_answer""",
+        sample_completions compute_rewards extract_answer find_closing_brace parse_answer parse_gold""",
     ONLINE: "check_args evaluate load_prompts lookup_logprobs step_metrics log_group",
     ("sft", "dpo", "reward_model"): "check_args check_context",
     ("sft", "dpo"): "check_logprobs",
-    ("sft", "ppo_rlhf"): "collate",
+    ("sft", "ppo_rlhf"): "collate read_chat",
     ("sft", "dpo", "reward_model", "ppo_rlhf"): "encode_completion pad_right",
     ("dpo", "reward_model", "ppo_rlhf"): "parse_dialogue",
     PAIRS: "step_metrics load_pairs read_pair split_pair split_chats collate_pairs",

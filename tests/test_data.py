@@ -1,12 +1,12 @@
 """Files, folders and columns a data set may come in; the order of prompts; the embedded data set."""
 
+import datetime
 import json
-import re
+import math
 import subprocess
 import sys
 
 import datasets
-import jinja2
 import pytest
 from tiny import ROOT, read_jsonl, write_jsonl
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -42,12 +42,13 @@ def load(dataset, tokenizer, max_prompt_length, num_held_out, system_prompt=""):
 
 def load_splits(dataset, num_held_out):
     """Training and held-out rows as they are."""
-    return grpo.load_rows(dataset, num_held_out, lambda row: [row])
+    (_, _, held_out), (_, _, train) = grpo.load_splits(dataset, num_held_out)
+    return train, held_out
 
 
 def printed(capsys):
-    """The lines that tell how many examples there are, of training and held-out rows."""
-    return [line for line in capsys.readouterr().out.splitlines() if " examples from " in line]
+    """The lines that tell how many rows there are, of held-out and of training rows."""
+    return [line for line in capsys.readouterr().out.splitlines() if " rows of " in line]
 
 
 def write_rows(path, rows):
@@ -118,16 +119,54 @@ def test_a_config_of_a_hub_data_set_is_named_after_a_colon(tmp_path):
             load_splits(f"{tmp_path}/hub{wrong}", 2)
 
 
+@pytest.mark.parametrize(
+    "splits, suffix, expected",
+    [
+        (["train_sft", "test_sft"], "", ["test_sft", "train_sft"]),
+        (["train_prefs", "test_prefs", "train_sft", "test_sft"], "::train_prefs", ["test_prefs", "train_prefs"]),
+        (["train_prefs", "test_prefs", "train_sft", "test_sft"], "", ["test_sft", "train_sft"]),  # the shortest name
+        (["train_prefs", "validation_prefs"], ":default:train_prefs", ["validation_prefs", "train_prefs"]),
+        (["train", "train_small", "test"], "", ["test", "train"]),
+        (["train_small", "test"], ":default:", ["train_small", "train_small"]),
+        (["train", "odd"], ":default:odd", ["odd", "odd"]),
+        (["test"], "", ["test", "train"]),
+    ],
+)
+def test_a_split_is_named_after_a_second_colon_and_else_the_one_that_begins_with_train(
+    tmp_path, splits, suffix, expected
+):
+    files = [f"  - split: {split}\n    path: {split}.jsonl" for split in splits]
+    for split in splits:
+        write_rows(tmp_path / f"{split}.jsonl", [{"prompt": f"{split} {i}"} for i in range(4)])
+    readme = ["---", "configs:", "- config_name: default", "  data_files:", *files, "---"]
+    (tmp_path / "README.md").write_text("\n".join(readme))
+    (*held_out, rows), (*training, others) = grpo.load_splits(f"{tmp_path}{suffix}", 3)
+    assert (held_out, training) == (["held-out", expected[0]], ["training", expected[1]])
+    assert len(rows) == 3 and all(row["prompt"].startswith(f"{expected[0]} ") for row in rows)
+    assert all(row["prompt"].startswith(f"{expected[1]} ") for row in others)
+    assert len(others) == (1 if expected[0] == expected[1] else 4 * (expected[1] in splits))
+
+
+def test_a_test_split_alone_is_evaluated_but_not_trained_on(tmp_path, tokenizer):
+    write_rows(tmp_path / "data" / "test.jsonl", ROWS)
+    args = {"dataset": f"{tmp_path}/data", "eval_prompts": 4}
+    train, held_out = grpo.load_prompts(grpo.Args(**args, num_steps=0), tokenizer)
+    assert train == [] and len(held_out) == 4
+    with pytest.raises(SystemExit, match="too few rows for --eval-prompts 4: 0 training rows of "):
+        grpo.load_prompts(grpo.Args(**args, num_steps=1), tokenizer)
+
+
 # ---- columns and rows
 
 
 @pytest.mark.parametrize("names", [("prompt", "answer"), ("question", "solution"), ("problem", "ground_truth")])
 def test_a_prompt_has_its_answer_and_the_other_columns_of_its_row(tmp_path, tokenizer, names):
-    rows = [dict(zip(names, ("1+1=", "2")), level=i, tests=["a", "b"]) for i in range(4)]
+    rows = [dict(zip(names, (f"1+{i}=", "2")), level=i, tests=["a", "b"]) for i in range(4)]
     train, held_out = load(write_rows(tmp_path / "rows.jsonl", rows), tokenizer, 32, 1)
-    assert len(train) == 3 and tokenizer.decode(train[0]["prompt_ids"]) == "<|user|>1+1=<|assistant|>"
-    for row, prompt in zip(rows, sorted(train + held_out, key=lambda prompt: prompt["level"])):
-        assert prompt == {**row, "prompt": "1+1=", "answer": "2", "prompt_ids": prompt["prompt_ids"]}
+    assert len(train) == 3 and len(held_out) == 1
+    for i, prompt in enumerate(sorted(train + held_out, key=lambda prompt: prompt["level"])):
+        assert tokenizer.decode(prompt["prompt_ids"]) == f"<|user|>1+{i}=<|assistant|>"
+        assert prompt == {**rows[i], "prompt": f"1+{i}=", "answer": "2", "prompt_ids": prompt["prompt_ids"]}
 
 
 def test_without_a_column_of_answers_they_are_none(tmp_path, tokenizer):
@@ -148,9 +187,57 @@ def test_gsm8k_rows(tmp_path, tokenizer):
 
 @pytest.mark.parametrize("answer", [72, 72.5, -3, 0])
 def test_numbers_as_answers(tmp_path, tokenizer, answer):
-    rows = [{"prompt": "1+1=", "answer": answer}] * 4
+    rows = [{"prompt": f"1+{i}=", "answer": answer} for i in range(4)]
     train, _ = load(write_rows(tmp_path / "rows.json", rows), tokenizer, 32, 1)
     assert [grpo.reward_fn(f"\\boxed{{{answer}}}", prompt["answer"]) for prompt in train] == [1.0] * 3
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [
+        *[(0.00001, "0.00001"), (-2.5e-7, "-0.00000025"), (1e22, "1" + "0" * 22), (0.1, "0.1"), (3.0, "3.0")],
+        *[(72, "72"), (10**20, "1" + "0" * 20), (None, ""), (math.nan, ""), ("", ""), ("007", "007")],
+        *[([], []), ("[1, 2]", "[1, 2]"), ('["a"]', '["a"]'), ("[{}]", "[{}]")],
+    ],
+)
+def test_a_column_is_a_text_whatever_it_was_read_as(value, text):
+    assert grpo.find_column({"other": "x", "answer": value, "solution": "y"}, ("prompt", "answer", "solution")) == text
+
+
+@pytest.mark.parametrize("value", [datetime.date(2024, 5, 1), {"a": 1}, b"2"])
+def test_a_column_of_another_type_is_an_error_that_says_what_to_do(value):
+    with pytest.raises(ValueError, match=f"the column answer was read as a {type(value).__name__}: write it as a text"):
+        grpo.find_column({"answer": value}, ("answer",))
+
+
+JSON_TEXTS = ['[{"role": "user", "content": "1+1="}]', ' [\n {"content":"1","role":"user"}]']
+
+
+@pytest.mark.parametrize("value", JSON_TEXTS)
+def test_messages_as_a_json_text_are_messages(value):
+    assert grpo.find_column({"prompt": value}, ("prompt",)) == json.loads(value)
+
+
+@pytest.mark.parametrize("gap", ["", "nan", "NA"])
+def test_numbers_of_a_csv_keep_their_digits_beside_a_gap(tmp_path, tokenizer, gap):
+    """A missing value would make the column one of floats: 12345678901234567 would become ...568, and 2 be 2.0."""
+    (tmp_path / "rows.csv").write_text(f"prompt,answer\n1+1=,2\n1+2=,{gap}\n1+3=,12345678901234567\n1+4=,0.50\n")
+    train, _ = load(tmp_path / "rows.csv", tokenizer, 32, 0)
+    assert [prompt["answer"] for prompt in train if prompt["answer"] != gap] == ["2", "12345678901234567", "0.50"]
+
+
+def test_a_column_of_dates_is_refused(tmp_path, tokenizer):
+    rows = [{"prompt": "1+1=", "answer": datetime.date(2024, 5, i)} for i in range(1, 5)]
+    with pytest.raises(SystemExit, match="held-out row 0: .*the column answer was read as a date: write it as a text"):
+        load(write_rows(tmp_path / "rows.parquet", rows), tokenizer, 32, 1)
+
+
+def test_the_answer_of_a_verl_data_set(tmp_path, tokenizer):
+    rows = [{"prompt": [{"role": "user", "content": f"1+{i}="}], "reward_model": {"ground_truth": i}} for i in range(4)]
+    train, _ = load(write_rows(tmp_path / "rows.parquet", rows), tokenizer, 32, 0)
+    assert [prompt["answer"] for prompt in train] == ["0", "1", "2", "3"]
+    train, _ = load(write_rows(tmp_path / "r.jsonl", [{**row, "answer": "9"} for row in rows]), tokenizer, 32, 0)
+    assert [prompt["answer"] for prompt in train] == ["9"] * 4
 
 
 MESSAGE = {"role": "user", "content": "1+1="}
@@ -160,22 +247,73 @@ EMPTY += [{"prompt": "1+1=", "answer": answer} for answer in ("", None)]
 
 def test_rows_without_prompt_or_answer_are_dropped_and_counted(tmp_path, tokenizer, capsys):
     rows = [*EMPTY, *[{"prompt": "1+1=", "answer": "2"}] * 3]
-    train, _ = load(write_rows(tmp_path / "rows.jsonl", rows), tokenizer, 32, 0)
+    dataset = write_rows(tmp_path / "rows.jsonl", rows)
+    train, _ = load(dataset, tokenizer, 32, 0)
     assert prompts_of(train) == ["1+1="] * 3
-    assert re.fullmatch("3 examples from 7 rows; .*: 4 rows", printed(capsys)[0])
+    dropped = {"without a user's turn at its end": 2, "without an answer that a completion can match": 2}
+    assert printed(capsys) == [
+        f"0 held-out rows of {dataset}, split train, dropped: {{}}",
+        f"3 training rows of {dataset}, split train, dropped: {dropped}",
+    ]
+
+
+PROSE = "It is the sum of both numbers, which anyone can find by counting."
+UNFIT = [({"prompt": prompt}, "turn") for prompt in (" \n", [{"role": "assistant", "content": "2"}])]
+UNFIT += [({"prompt": [MESSAGE, {"role": "assistant", "content": "2"}]}, "turn")]
+UNFIT += [({"prompt": [{"role": "user", "content": content}]}, "turn") for content in ("", None)]
+UNFIT += [({"prompt": [], "system": system}, "turn") for system in ("", "be brief")]
+UNFIT += [({"answer": answer}, "answer") for answer in (" ", '[""]', PROSE, PROSE + "\n#### ")]
+
+
+@pytest.mark.parametrize("row, word", UNFIT)
+def test_why_a_prompt_is_left_out(tokenizer, row, word):
+    [reason] = grpo.read_prompt({"prompt": "1+1=", "answer": "2", **row}, tokenizer, grpo.Args())
+    named = {"turn": "without a user's turn at its end", "answer": "without an answer that a completion can match"}
+    assert reason == named[word]
+
+
+def test_a_column_of_the_scripts_own_is_refused(tmp_path, tokenizer):
+    dataset = write_rows(tmp_path / "rows.jsonl", [{**row, "prompt_ids": [1]} for row in ROWS])
+    with pytest.raises(SystemExit, match="the script writes a column prompt_ids of its own"):
+        load(dataset, tokenizer, 32, 0)
+
+
+def test_training_rows_with_a_held_out_prompt_are_dropped_and_counted(tmp_path, tokenizer, capsys):
+    """Whatever their answers, and also those that are only equal as the model reads them."""
+    rows = [{"prompt": f"{i % 5}+1=", "answer": str(i)} for i in range(20)]
+    rows += [{"prompt": json.dumps([{"role": "user", "content": f"{i}+1="}]), "answer": "1"} for i in range(5)]
+    train, held_out = load(write_rows(tmp_path / "rows.jsonl", rows), tokenizer, 32, 2)
+    texts = [{tokenizer.decode(row["prompt_ids"]) for row in part} for part in (train, held_out)]
+    assert len(held_out) == 2 and not texts[0] & texts[1] and len(texts[0] | texts[1]) == 5
+    dropped = {"with a held-out prompt": 23 - len(train)}
+    assert printed(capsys)[1].endswith(
+        f"{len(train)} training rows of {tmp_path}/rows.jsonl, split train, dropped: {dropped}"
+    )
+
+
+@pytest.mark.parametrize("rows, held_out", [(ROWS[:1], 1), (ROWS[:1] * 9, 2), ([{**ROWS[0], "answer": ""}] * 9, 2)])
+def test_where_no_row_is_left_the_run_ends(tmp_path, tokenizer, rows, held_out):
+    with pytest.raises(
+        SystemExit, match=f"^too few rows for --eval-prompts {held_out}: 0 (training|held-out) rows of "
+    ):
+        load(write_rows(tmp_path / "rows.jsonl", rows), tokenizer, 32, held_out)
 
 
 def test_long_prompts_are_dropped_and_counted(tmp_path, tokenizer, capsys):
-    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "11+1=", "answer": "12"}] * 3  # 6 and 7 tokens
-    train, held_out = load(write_rows(tmp_path / "rows.jsonl", rows), tokenizer, 6, 2)
-    assert prompts_of(train) == ["1+1="] * 2 and prompts_of(held_out) == ["1+1="]
-    found = printed(capsys)
-    assert re.match("2 examples from 4 rows; .*: 2", found[0]) and re.match("1 examples from 2 rows; .*: 1", found[1])
+    rows = [{"prompt": f"{i}{'1' * (i % 2)}+1=", "answer": "2"} for i in range(6)]  # of 6 and 7 tokens
+    dataset = write_rows(tmp_path / "rows.jsonl", rows)
+    train, held_out = load(dataset, tokenizer, 6, 2)
+    assert {*prompts_of(train)} | {*prompts_of(held_out)} == {"0+1=", "2+1=", "4+1="} and len(held_out) == 1
+    assert printed(capsys) == [
+        f"1 held-out rows of {dataset}, split train, dropped: {{'too long': 1}}",
+        f"2 training rows of {dataset}, split train, dropped: {{'too long': 2}}",
+    ]
 
 
-def test_the_first_prompt_is_shown_as_the_model_reads_it(tmp_path, tokenizer, capsys):
+def test_the_first_prompt_is_shown_as_the_model_reads_it_with_its_answer(tmp_path, tokenizer, capsys):
     load(write_rows(tmp_path / "rows.jsonl", ROWS), tokenizer, 32, 3)
-    assert capsys.readouterr().out.splitlines()[-1].endswith("reads it: '<|user|>1+1=<|assistant|>'")
+    lines = ["the first prompt as the model reads it: '<|user|>1+1=<|assistant|>'", "its answer: '2'"]
+    assert capsys.readouterr().out.splitlines()[-2:] == lines
 
 
 # ---- what is refused
@@ -185,14 +323,22 @@ def test_the_first_prompt_is_shown_as_the_model_reads_it(tmp_path, tokenizer, ca
 def test_an_error_in_a_row_names_it(tmp_path, tokenizer, prompt):
     good = [{"prompt": [MESSAGE], "answer": "2"}] * 6
     dataset = write_rows(tmp_path / "rows.jsonl", [*good, {"prompt": prompt, "answer": "2"}, *good])
-    with pytest.raises(AttributeError) as error:
+    with pytest.raises(SystemExit) as error:
         load(dataset, tokenizer, 32, 0)
-    assert error.value.__notes__ == [f"{dataset}: row 6 of 13, {{'prompt': {prompt}, 'answer': '2'}}"]
+    head, tail = f"{dataset}, training row 6: AttributeError(", f"; the row is {{'prompt': {prompt}, 'answer': '2'}}"
+    assert error.value.code.startswith(head) and error.value.code.endswith(tail)
+
+
+def test_a_long_row_is_cut_short_in_the_error(tmp_path):
+    args = grpo.Args(dataset=write_rows(tmp_path / "rows.jsonl", [{"n": 0, "text": "x" * 9999}] * 2), eval_prompts=1)
+    with pytest.raises(SystemExit, match="rows.jsonl, held-out row 0: ZeroDivisionError.*the row is .*xxx$") as error:
+        grpo.load_rows(args, lambda row: [1 / row["n"]])
+    assert len(error.value.code) < 600
 
 
 def test_other_columns_are_refused_with_their_names(tmp_path, tokenizer):
     dataset = write_rows(tmp_path / "rows.jsonl", [{"input": "1+1=", "target": "2"}] * 5)
-    with pytest.raises(ValueError, match="prompt, question, problem .*input, target"):
+    with pytest.raises(SystemExit, match="held-out row 0: .*prompt, question, problem .*input, target"):
         load(dataset, tokenizer, 32, 1)
 
 
@@ -212,14 +358,14 @@ DAMAGED = [
 @pytest.mark.parametrize("name, text", DAMAGED)
 def test_a_data_set_that_is_damaged_or_empty_is_not_trained_on(tmp_path, tokenizer, name, text):
     (tmp_path / name).write_text(text)
-    with pytest.raises((ValueError, IndexError, StopIteration, datasets.exceptions.DatasetGenerationError)):
+    with pytest.raises((ValueError, StopIteration, SystemExit, datasets.exceptions.DatasetGenerationError)):
         load(tmp_path / name, tokenizer, 32, 0)
 
 
 @pytest.mark.parametrize("name", ["nope.jsonl", "nope.csv", "./nope", "data/nope", "/nope/rows.parquet", "~/rows"])
 def test_what_is_not_there_is_an_error_that_names_it(name):
     with pytest.raises((FileNotFoundError, ConnectionError), match=name.removeprefix("/")):
-        grpo.load_rows(name, 1, lambda row: [row])
+        grpo.load_splits(name, 1)
 
 
 # ---- chat templates
@@ -233,9 +379,8 @@ ALTERNATING = (  # as Gemma's and Mistral's
 
 def test_a_prompt_that_the_template_refuses_is_an_error_with_its_reason(tmp_path):
     rows = [{"prompt": [MESSAGE], "answer": "1"}, {"prompt": [MESSAGE, MESSAGE], "answer": "1"}] * 2
-    with pytest.raises(jinja2.TemplateError, match="roles must alternate") as error:
+    with pytest.raises(SystemExit, match="rows.jsonl, training row 1: .*roles must alternate"):
         load(write_rows(tmp_path / "rows.jsonl", rows), word_tokenizer(ALTERNATING), 32, 0)
-    assert "row 1 of 4, " in error.value.__notes__[0]
 
 
 USER, SYSTEM = {"role": "user", "content": "one two"}, {"role": "system", "content": "be three"}
@@ -259,8 +404,67 @@ USER, SYSTEM = {"role": "user", "content": "one two"}, {"role": "system", "conte
 def test_prompts_with_a_chat_template_have_one_bos_and_one_system_message(tmp_path, prompt, system_prompt, expected):
     tokenizer = word_tokenizer(TEMPLATE)
     dataset = write_rows(tmp_path / "rows.jsonl", [{"prompt": prompt, "answer": "1"}] * 3)
-    train, _ = load(dataset, tokenizer, 32, 1, system_prompt)
+    train, _ = load(dataset, tokenizer, 32, 0, system_prompt)
     assert " ".join(tokenizer.convert_ids_to_tokens(train[0]["prompt_ids"])) == expected
+
+
+@pytest.mark.parametrize("system, expected", [("be three", "be three"), ("", "be brief"), (None, "be brief")])
+def test_a_column_system_goes_before_the_setting(tmp_path, system, expected):
+    tokenizer = word_tokenizer(TEMPLATE)
+    dataset = write_rows(tmp_path / "rows.jsonl", [{"prompt": "one", "answer": "1", "system": system}] * 3)
+    train, _ = load(dataset, tokenizer, 32, 0, "be brief")
+    tokens = " ".join(tokenizer.convert_ids_to_tokens(train[0]["prompt_ids"]))
+    assert tokens == f"<bos> system {expected} user one assistant"
+
+
+EMPTY_FIELDS = {"tool_calls": None, "name": None, "images": []}  # as parquet fills them in
+OTHER_FIELDS = [{"weight": 0}, {"weight": 1.0}, {"tool_calls": [{"name": "add"}]}, {"content": ["one"]}, {"content": 1}]
+OTHER_FIELDS += [{"content": [{"type": "text", "text": "one"}]}]
+
+
+@pytest.mark.parametrize("content", ["one", "", None])
+def test_of_a_message_its_role_and_text_are_kept(content):
+    [message] = grpo.as_messages([{"role": "user", "content": content, **EMPTY_FIELDS}])
+    assert message == {"role": "user", "content": content or ""}
+
+
+@pytest.mark.parametrize("fields", OTHER_FIELDS)
+def test_what_a_message_would_lose_is_refused(fields):
+    with pytest.raises(ValueError, match="only a role and a text as content can be read, so the rest would be lost"):
+        grpo.as_messages([USER, {"role": "assistant", "content": "one", **fields}])
+
+
+# {what the template writes of a message: a message of which a part is lost}
+LOSING = {
+    "{% if m.role != 'system' %}{{ m.role }} {{ m.content }}{% endif %}": [SYSTEM, USER],
+    "{% if loop.last %}{{ m.role }} {{ m.content }}{% endif %}": [
+        USER,
+        {"role": "assistant", "content": "four"},
+        SYSTEM,
+    ],
+    "{{ m.role }} {{ m.content[:3] }}": [USER],
+    "{{ m.role }}": [USER],
+}
+
+
+@pytest.mark.parametrize("written", LOSING)
+def test_a_template_that_leaves_a_text_out_is_refused(written):
+    tokenizer = word_tokenizer("{% for m in messages %}" + written + " {% endfor %}")
+    with pytest.raises(ValueError, match="the chat template does not write the content of the message"):
+        grpo.encode_prompt(tokenizer, LOSING[written])
+
+
+@pytest.mark.parametrize("written", ["{{ m.content | trim }}", "{{ m.content.split('</think>')[-1] }}"])
+def test_a_template_may_trim_and_shorten_earlier_turns_of_the_assistant(written):
+    tokenizer = word_tokenizer("{% for m in messages %}{{ m.role }} " + written + " {% endfor %}")
+    earlier = {"role": "assistant", "content": "two </think> three"}
+    assert grpo.encode_prompt(tokenizer, [{"role": "user", "content": " one \n"}, earlier, USER])
+
+
+@pytest.mark.parametrize("text", ["<|user|>1+1=<|assistant|>", "1+1=<|end|>"])
+def test_a_text_that_has_the_tokens_of_the_template_is_refused(tokenizer, text):
+    with pytest.raises(ValueError, match="already has the chat template's tokens: pass plain texts or messages"):
+        grpo.encode_prompt(tokenizer, grpo.as_messages(text))
 
 
 @pytest.mark.parametrize("system_prompt, expected", [("", "<bos> one two"), ("be brief", "<bos> be brief one two")])

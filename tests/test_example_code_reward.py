@@ -329,6 +329,19 @@ def test_without_namespaces_it_is_refused_in_one_line(reason, tmp_path):
     assert len(said) == 1 and reason in said[0] and "--unsafe" in said[0]
 
 
+SAID = "in all of these many different words there are ten of them"
+LEFT_OUT = "too long", "without a user's turn at its end", None
+
+
+@pytest.mark.parametrize("prompt, reason", zip(("1+1=1+1=1+1=1+1=", " ", "1+1="), LEFT_OUT))
+def test_rows_are_left_out_as_in_grpo_but_not_for_the_words_of_a_test(tokenizer, prompt, reason, monkeypatch):
+    monkeypatch.setattr(grpo, "parse_gold", str)  # as on the command line
+    row = {"prompt": prompt, "answer": json.dumps([["f()", SAID]])}
+    settings = {"tokenizer": tokenizer, "args": grpo.Args(max_prompt_length=8, system_prompt="")}
+    found = code_reward.read_prompt(grpo.read_prompt, row, **settings)
+    assert found == [reason] if reason else found[0]["answer"] == row["answer"]
+
+
 @boxed
 def test_the_command_line_refuses_rows_without_tests_and_trains_on_the_reward(tmp_path, monkeypatch):
     """The embedded model writes sums, no programs: its texts are replaced by programs, half of them right."""
@@ -350,7 +363,7 @@ def test_the_command_line_refuses_rows_without_tests_and_trains_on_the_reward(tm
     monkeypatch.setattr(sys, "argv", ["code_reward.py", *flags.split()])
     for data in [*([{"prompt": "1+1="} | row] * 2 for row in no_tests), rows]:
         write_jsonl(tmp_path / "tests.jsonl", data)
-        refused = pytest.raises(ValueError, match=r"\[call, value\]\n.*: row 0 of 1, ")
+        refused = pytest.raises(SystemExit, match=r"tests.jsonl, held-out row 0: .*\[call, value\]'\); the row is ")
         with monkeypatch.context() if data is rows else refused:
             assert not (tmp_path / "run").exists()
             runpy.run_path(str(ROOT / "examples" / "code_reward.py"), run_name="__main__")

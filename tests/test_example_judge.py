@@ -103,8 +103,9 @@ def test_dialogues_are_judged_and_dpo_and_reward_model_take_what_was_written(jud
     rows = [{key: start + row[key] for key in ("chosen", "rejected")} for start, row in zip(said, PAIRS)]
     rows.append(rows[0] | {"rejected": rows[0]["chosen"]})
     written, told = judge(rows, "--by", by, "--model", folder)
+    dropped = {"without a prompt and two different completions": 1}
     assert len(written) == len(PAIRS)
-    assert f"{len(PAIRS)} examples from {len(rows)} rows; dropped as empty or too long: 1 rows" in told
+    assert f"{len(PAIRS)} training rows of {tmp_path / 'pairs.jsonl'}, split train, dropped: {dropped}\n" in told
     for row, before in zip(written, PAIRS):
         assert row["prompt"] == [{"role": "user", "content": before["prompt"]}]
         assert {row["chosen"], row["rejected"]} == {before["chosen"], before["rejected"]}

@@ -2,12 +2,13 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import tokenizers
 import torch
 import transformers
-from bad_inputs import cut, remove, weights
+from bad_inputs import adapters, cut, remove, weights
 from safetensors.torch import load_file
 from tiny import (
     ROOT,
@@ -19,6 +20,7 @@ from tiny import (
     load_scorer,
     make_args,
     make_batch,
+    pad_right,
     parse,
     write_jsonl,
 )
@@ -174,11 +176,10 @@ def test_stop_tokens_that_are_no_numbers_are_an_error(tmp_path, eos):
 def test_fine_tuning_on_turns_without_stop_token_is_an_error_that_names_the_row(tmp_path):
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     folder = make_folder(tmp_path / "model", make_tokenizer(["<eos>"], template))
-    rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "1+1=", "completion": "2"}] * 4)
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": f"{i}+1=", "completion": "2"} for i in range(4)])
     args = sft.Args(model=folder, dataset=rows, eval_prompts=1, num_steps=1, minibatch_size=2)
-    with pytest.raises(ValueError, match="the chat template writes no stop token after a completion") as error:
+    with pytest.raises(SystemExit, match="rows.jsonl, held-out row 0: .*the chat template writes no stop token after"):
         sft.main(args)
-    assert "rows.jsonl: row 0 of 3, " in error.value.__notes__[0]
 
 
 # ---- scalar heads
@@ -217,10 +218,14 @@ def take_other_tokenizer(folder):
 
 
 NORM, UP, EMBEDDING = "model.norm.weight", "model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"
+UNFIT = "model: the weights do not fit its config.json, or some are missing: "
 FAULTS = {
-    "tensor missing": (weights(UP, lambda _: None), f"complete .* model: {UP} is missing"),
-    "embedding missing": (weights(EMBEDDING, lambda _: None), "(lm_head|model.embed_tokens).weight is missing"),
-    "wrong size": (weights(NORM, lambda _: torch.ones(95)), "(?i)size|shape"),
+    "tensor missing": (weights(UP, lambda _: None), f"{UNFIT}{UP}$|complete reward model: {UP} is missing$"),
+    "embedding missing": (
+        weights(EMBEDDING, lambda _: None),
+        f"{UNFIT}lm_head.weight$|embed_tokens.weight is missing$",
+    ),
+    "wrong size": (weights(NORM, lambda _: torch.ones(95)), f"{UNFIT}.*{NORM}.*95.*96|mismatch"),
     "nan": (weights(NORM, lambda value: value.fill_(torch.nan)), "nan"),
     "inf": (weights(UP, lambda value: value.index_fill(0, torch.tensor(3), torch.inf)), "nan"),
     "half a file": (cut("model.safetensors", 100_000), None),
@@ -246,6 +251,41 @@ def test_a_folder_with_something_wrong_is_not_trained(script, fault, tmp_path):
     with pytest.raises((Exception, SystemExit), match=message):
         script.main(parse(script, **settings))
     assert not (tmp_path / "run").exists()
+
+
+def make_quantized(folder):
+    edit_json(folder / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
+
+
+OTHER_KINDS = {adapters: "model is a LoRA adapter: merge it into its model", make_quantized: "model is quantized: "}
+
+
+@pytest.mark.parametrize("script", [grpo, sft, dpo, ppo_rlhf, reward_model])
+@pytest.mark.parametrize("change", OTHER_KINDS)
+def test_adapters_and_quantized_checkpoints_are_refused_with_what_to_do(script, change, tmp_path):
+    change(shutil.copytree(TINY, tmp_path / "model"))
+    with pytest.raises(SystemExit, match=OTHER_KINDS[change]):
+        parse(script, model=tmp_path / "model")
+    if script is not reward_model:
+        with pytest.raises(SystemExit, match=OTHER_KINDS[change]):
+            load(script, tmp_path / "model")
+
+
+def test_what_is_no_language_model_of_texts_alone_is_refused(tmp_path):
+    shutil.copytree(TINY, tmp_path / "model")
+    edit_json(tmp_path / "model" / "config.json", model_type="t5", architectures=["T5ForConditionalGeneration"])
+    with pytest.raises(SystemExit, match="model, a T5ForConditionalGeneration, is no causal language model: "):
+        load(grpo, tmp_path / "model")
+
+
+def test_a_model_that_is_saved_as_another_than_it_was_is_told(tmp_path, capsys):
+    shutil.copytree(TINY, tmp_path / "model")
+    load(grpo, tmp_path / "model")
+    assert "is trained and saved" not in capsys.readouterr().out
+    edit_json(tmp_path / "model" / "config.json", architectures=["Qwen3VLForConditionalGeneration"])
+    load(grpo, tmp_path / "model")
+    told = "model is a Qwen3VLForConditionalGeneration: only its Qwen3ForCausalLM is trained and saved, without vision"
+    assert told in capsys.readouterr().out
 
 
 def test_a_further_token_that_text_never_needs_is_no_fault(tmp_path):
@@ -314,7 +354,24 @@ def test_dropout_and_the_jitter_of_a_router_are_off_while_it_trains(kind, tmp_pa
     assert first.requires_grad and torch.equal(first, second)
 
 
-# ---- prompts, and what is saved
+# ---- prompts, completions, and what is saved
+
+
+def test_special_tokens_of_a_completion_are_seen_but_for_those_that_end_or_fill_it(monkeypatch):
+    """Thoughts between special tokens, as QwQ's, are to be told from the answer."""
+    tokenizer = make_tokenizer(["<eos>", "<stop>", "<bos>", "<think>", "</think>"], None)
+    tokenizer.bos_token = "<bos>"
+    said = [r"<think>\boxed{5}</think>\boxed{6}<eos>", "<bos><think>7<pad>8<stop>"]
+    rows = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in said]
+    ids, mask = pad_right(rows, 30)
+    stop_ids = tokenizer.convert_tokens_to_ids(["<eos>", "<stop>"])
+    monkeypatch.setattr(grpo, "generate", lambda *_: (ids, mask, mask.float()))
+    config = SimpleNamespace(eos_token_id=stop_ids)
+    policy = SimpleNamespace(model=SimpleNamespace(device="cpu", generation_config=config), modules=list)
+    prompt = {"prompt_ids": tokenizer("1+1=")["input_ids"]}
+    _, texts = grpo.sample_completions(policy, tokenizer, [prompt] * 2, 1.0, grpo.Args())
+    assert texts == [r"<think>\boxed{5}</think>\boxed{6}", "<think>78"]
+    assert [grpo.is_right(text, "6") for text in texts] == [True, False]
 
 
 def test_a_bare_prompt_does_not_end_in_the_stop_token_that_the_tokenizer_appends():

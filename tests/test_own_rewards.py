@@ -56,6 +56,33 @@ def test_a_number_for_each_completion_is_asked_for(rewards, monkeypatch, tmp_pat
         train_on(rewards, monkeypatch, tmp_path)
 
 
+WRONG = [([0.5, None], r"^score_completions returned None for the row \{'level': 1\}$")]
+WRONG += [(["a", 1], r"^score_completions returned 'a' for the row \{'level': 0\}$")]
+WRONG += [([0.5], "^score_completions returned 1 rewards for 2 completions$")]
+WRONG += [((i for i in range(3)), "^score_completions returned 3 rewards for 2 completions$")]
+
+
+@pytest.mark.parametrize("rewards, message", WRONG)
+def test_what_is_wrong_with_rewards_is_said_in_one_line(rewards, message, monkeypatch):
+    monkeypatch.setattr(grpo, "score_completions", lambda *_: rewards)
+    with pytest.raises(SystemExit, match=message):
+        grpo.compute_rewards(["x", "y"], [{"level": 0}, {"level": 1}])
+
+
+def test_rewards_become_floats(monkeypatch):
+    monkeypatch.setattr(grpo, "score_completions", lambda texts, rows: numpy.array([len(texts), rows[1]["level"]]))
+    rewards = grpo.compute_rewards(["x", "y"], [{"level": 0}, {"level": 1}])
+    assert rewards == [2.0, 1.0] and {type(reward) for reward in rewards} == {float}
+
+
+def test_an_error_in_reward_fn_has_a_note_of_its_completion_and_row(monkeypatch):
+    monkeypatch.setattr(grpo, "reward_fn", lambda text, answer: 1 / (len(text) - answer))
+    rows = [{"answer": 3, "level": i} for i in range(2)]
+    with pytest.raises(ZeroDivisionError) as error:
+        grpo.compute_rewards(["x", "abc"], rows)
+    assert error.value.__notes__ == [f"in the reward of the completion 'abc' of the row {rows[1]}"]
+
+
 @pytest.mark.parametrize("reward", [math.nan, math.inf, 1e39])
 @pytest.mark.usefixtures("alone")
 def test_rewards_that_are_not_finite_train_nothing_and_end_the_run(reward, monkeypatch, tmp_path):

@@ -1,11 +1,11 @@
 """Preference pairs: the forms rows may come in, what is dropped, and the embedded pairs."""
 
 import ast
+import json
 import math
 import re
 from collections import Counter
 
-import jinja2
 import pytest
 from bad_inputs import assistant, user
 from test_data import ALTERNATING, TEMPLATE, word_tokenizer, write_rows
@@ -22,7 +22,7 @@ STOP_ID = 5  # <|end|> of models/tiny
 ROWS = [{"prompt": f"{i}+1=", "chosen": f"{i + 1}", "rejected": f"{i + 2}"} for i in range(1, 9)]
 
 
-def load(tmp_path, rows, tokenizer, lengths=(32, 48), num_held_out=1, system_prompt=""):
+def load(tmp_path, rows, tokenizer, lengths=(32, 48), num_held_out=0, system_prompt=""):
     dataset = rows if isinstance(rows, str) else write_rows(tmp_path / "pairs.jsonl", rows)
     settings = {"max_prompt_length": lengths[0], "max_completion_length": lengths[1], "system_prompt": system_prompt}
     return reward_model.load_pairs(reward_model.Args(dataset=dataset, eval_prompts=num_held_out, **settings), tokenizer)
@@ -42,6 +42,8 @@ DIALOGUES = {"chosen": DIALOGUE + " 4", "rejected": DIALOGUE + " 5"}
 AFTER = {"chosen": [assistant("4")], "rejected": [assistant("5")]}
 FORMS = [
     ({"prompt": "2+2=", "chosen": "4", "rejected": "5"}, "2+2="),
+    ({"question": "2+2=", "problem": "9", "chosen": "4", "rejected": "5"}, "2+2="),
+    ({"problem": "2+2=", "chosen": 4, "rejected": 5}, "2+2="),
     ({"prompt": HISTORY, "chosen": "4", "rejected": "5"}, HISTORY),
     (CONVERSATIONS, HISTORY),
     ({"prompt": None, **CONVERSATIONS}, HISTORY),
@@ -49,6 +51,10 @@ FORMS = [
     ({"prompt": HISTORY, **CONVERSATIONS}, HISTORY),
     ({"prompt": HISTORY, **AFTER}, HISTORY),
     ({"prompt": "2+2=", **AFTER}, HISTORY[2:]),
+    ({"prompt": "2+2= ", **{key: [*HISTORY[2:], *turns] for key, turns in AFTER.items()}}, HISTORY[2:]),
+    ({"prompt": "2+2= ", **AFTER, "chosen": [*HISTORY[2:], assistant("4")]}, HISTORY[2:]),
+    ({"prompt": json.dumps(HISTORY), **{key: json.dumps(turns) for key, turns in AFTER.items()}}, HISTORY),
+    ({key: json.dumps(chat) for key, chat in CONVERSATIONS.items()}, HISTORY),
     ({"prompt": HISTORY[:1], **{key: [*HISTORY[1:], *turns] for key, turns in AFTER.items()}}, HISTORY),
     (DIALOGUES, HISTORY),
     ({"prompt": None, **DIALOGUES}, HISTORY),
@@ -58,7 +64,7 @@ FORMS = [
 @pytest.mark.parametrize("row, expected", FORMS)
 def test_every_form_is_encoded_with_the_chat_template_and_a_stop_token(tmp_path, tokenizer, row, expected):
     assert reward_model.split_pair(row, True) == (expected, "4", "5")
-    (pair, *_), _ = load(tmp_path, [row] * 3, tokenizer)
+    [pair], _ = load(tmp_path, [row], tokenizer)
     prompt = "<|user|>2+2=<|assistant|>"
     if expected is HISTORY:
         prompt = "<|user|>1+1=<|assistant|>2<|end|>" + prompt
@@ -68,7 +74,7 @@ def test_every_form_is_encoded_with_the_chat_template_and_a_stop_token(tmp_path,
 def test_a_dialogue_is_encoded_as_text_without_a_chat_template(tmp_path, tokenizer):
     tokenizer.chat_template = None
     assert reward_model.split_pair(DIALOGUES, False) == (DIALOGUE, " 4", " 5")
-    (pair, *_), _ = load(tmp_path, [DIALOGUES] * 3, tokenizer, lengths=(100, 9))
+    [pair], _ = load(tmp_path, [DIALOGUES], tokenizer, lengths=(100, 9))
     assert pair["prompt_ids"] == tokenizer(DIALOGUE)["input_ids"]
     assert texts_of(pair, tokenizer)[1:] == (" 4<|end|>", " 5<|end|>")
 
@@ -100,16 +106,21 @@ def test_no_prompt_is_shared(row):
 def test_only_the_prompt_begins_with_a_bos_token(tmp_path):
     tokenizer = word_tokenizer(TEMPLATE.replace("{{ m['content'] }}", "{{ m['content'] }} be"))
     tokenizer.add_special_tokens({"eos_token": "be"})
-    rows = [{"prompt": "one two", "chosen": "three", "rejected": "four two"}] * 3
-    (pair, *_), _ = load(tmp_path, rows, tokenizer, system_prompt="brief")
+    rows = [{"prompt": "one two", "chosen": "three", "rejected": "four two"}]
+    [pair], _ = load(tmp_path, rows, tokenizer, system_prompt="brief")
     prompt, chosen, rejected = [" ".join(tokenizer.convert_ids_to_tokens(ids)) for ids in pair.values()]
     assert prompt == "<bos> system brief be user one two be assistant"
     assert (chosen, rejected) == ("three be", "four two be")
 
 
+@pytest.mark.parametrize("column, system", [({}, 7), ({"system": None}, 7), ({"system": "9"}, 9)])
+def test_a_column_system_replaces_the_system_prompt(tmp_path, tokenizer, column, system):
+    [pair], _ = load(tmp_path, [ROWS[0] | column], tokenizer, system_prompt="7")
+    assert texts_of(pair, tokenizer)[0] == f"<|system|>{system}<|user|>1+1=<|assistant|>"
+
+
 def test_every_completion_ends_in_one_stop_token(tmp_path, tokenizer):
-    rows = [*ROWS[:-1], {**ROWS[-1], "chosen": "9<|end|>"}]  # which has its own
-    train, _ = load(tmp_path, rows, tokenizer, num_held_out=0)
+    train, _ = load(tmp_path, ROWS, tokenizer)
     assert len(train) == len(ROWS) == 8
     for pair, row in zip(train, ROWS):
         for key in ("chosen", "rejected"):
@@ -136,11 +147,15 @@ DIRTY_CHATS = [
 ]
 
 
-@pytest.mark.parametrize("good, dirt", [(ROWS[0], DIRT), (CONVERSATIONS, DIRTY_CHATS)])
-def test_dirt_is_dropped_and_counted(tmp_path, tokenizer, capsys, good, dirt):
+UNFIT, EQUAL = "without one prompt and two completions", "with two equal completions"
+COUNTS = {EQUAL: 1, UNFIT: 10, "too long": 3}, {UNFIT: 3, EQUAL: 1, "too long": 1}
+
+
+@pytest.mark.parametrize("good, dirt, counts", zip((ROWS[0], CONVERSATIONS), (DIRT, DIRTY_CHATS), COUNTS))
+def test_dirt_is_dropped_and_counted(tmp_path, tokenizer, capsys, good, dirt, counts):
     others = ROWS[1:] if good is ROWS[0] else [CONVERSATIONS] * 7
-    train, _ = load(tmp_path, [*({**good, **change} for change in dirt), *others], tokenizer, num_held_out=0)
-    said = f"7 examples from {len(dirt) + 7} rows; dropped as empty or too long: {len(dirt)} rows\n"
+    train, _ = load(tmp_path, [*({**good, **change} for change in dirt), *others], tokenizer)
+    said = f"7 training rows of {tmp_path / 'pairs.jsonl'}, split train, dropped: {counts}\n"
     assert said in capsys.readouterr().out
     found = [texts_of(pair, tokenizer) for pair in train]
     if good is ROWS[0]:
@@ -152,36 +167,38 @@ def test_dirt_is_dropped_and_counted(tmp_path, tokenizer, capsys, good, dirt):
 
 def test_the_longest_that_fits_is_kept(tmp_path, tokenizer):
     rows = [{"prompt": "1+1=", "chosen": "1" * 7, "rejected": "2"}] * 3  # 6 tokens, and 8 with a stop token
-    assert len(load(tmp_path, rows, tokenizer, lengths=(6, 8))[0]) == 2
+    assert len(load(tmp_path, rows, tokenizer, lengths=(6, 8))[0]) == 3
     for lengths in ((5, 8), (6, 7)):
-        assert load(tmp_path, rows, tokenizer, lengths=lengths) == ([], [])
+        with pytest.raises(SystemExit, match="0 training rows .*: {'too long': 3}"):
+            load(tmp_path, rows, tokenizer, lengths=lengths)
 
 
 WORDS = {"prompt": "one and one", "chosen": "two", "rejected": "three"}  # a column of digits would be read as numbers
-BAD_VALUES = [7, {"a": 1}, ["a", "b"], [1], [{"content": "2"}], [{"role": "assistant"}]]
+BAD_VALUES = {"was read as a dict": {"a": 1}, "object has no attribute": ["a", "b"], "AttributeError": [1]}
+CALLS = [{**user("2+2="), "tool_calls": ["f"]}]
 
 
 @pytest.mark.parametrize(
-    "rows, number",
+    "good, row, message",
     [
-        ([{"prompt": "1+1=", "answer": "2"}] * 4, 0),
-        ([{"prompt": "1+1=", "chosen": "2"}] * 4, 0),
-        *[([*[WORDS] * 6, {**WORDS, "chosen": value}, *[WORDS] * 2], 6) for value in BAD_VALUES],
-        *[([*[WORDS] * 6, {**WORDS, "rejected": value}, *[WORDS] * 2], 6) for value in BAD_VALUES],
+        ([], {"prompt": "1+1=", "answer": "2"}, "columns chosen is needed, but there are prompt, answer"),
+        ([], {"prompt": "1+1=", "chosen": "2"}, "columns rejected is needed, but there are prompt, chosen"),
+        (ROWS, {**ROWS[0], "rejected": "9<|end|>"}, "'9<.end.>' already has the chat template's tokens"),
+        ([], {**AFTER, "prompt": CALLS}, "only a role and a text as content can be read, .*'tool_calls': "),
+        ([], {"prompt": "2+2=", **AFTER, "chosen": [{"content": "4"}]}, "role"),
+        *[([WORDS] * 6, {**WORDS, key: v}, m) for key in ("chosen", "rejected") for m, v in BAD_VALUES.items()],
     ],
 )
-def test_a_row_that_is_no_pair_is_named(tmp_path, tokenizer, rows, number):
-    with pytest.raises((KeyError, AttributeError, TypeError)) as caught:
-        load(tmp_path, rows, tokenizer, num_held_out=0)
-    assert f"pairs.jsonl: row {number} of {len(rows)}, {{'prompt': " in caught.value.__notes__[0]
+def test_a_row_that_is_no_pair_is_named(tmp_path, tokenizer, good, row, message):
+    with pytest.raises(SystemExit, match=f"pairs.jsonl, training row {len(good)}: .*{message}.*; the row is {{"):
+        load(tmp_path, [*good, row], tokenizer)
 
 
 @pytest.mark.parametrize("second", [user("two"), assistant("two")])
 def test_a_prompt_that_no_template_takes_ends_the_run(tmp_path, second):
     row = {"prompt": [user("one"), second], "chosen": "three", "rejected": "four"}
-    with pytest.raises(jinja2.TemplateError, match="roles must alternate") as caught:
-        load(tmp_path, [row] * 2, word_tokenizer(ALTERNATING), num_held_out=0)
-    assert "row 0 of 2" in caught.value.__notes__[0]
+    with pytest.raises(SystemExit, match=r"training row 0: TemplateError\('roles must alternate'\)"):
+        load(tmp_path, [row] * 2, word_tokenizer(ALTERNATING))
 
 
 # ---- batches
@@ -228,6 +245,12 @@ def test_hh_dialogues_are_split_at_the_last_common_turn():
         assert [message["content"] for message in prompt] == [content.strip() for content in contents]
 
 
+@pytest.mark.parametrize("row", [CONVERSATIONS, {key: json.dumps(CONVERSATIONS[key]) for key in AFTER}, DIALOGUES])
+def test_ppo_samples_after_what_precedes_the_last_turn_of_chosen(tokenizer, row):
+    [prompt] = ppo_rlhf.read_any_prompt(row, tokenizer, ppo_rlhf.Args(system_prompt=""))
+    assert tokenizer.decode(prompt["prompt_ids"]) == "<|user|>1+1=<|assistant|>2<|end|><|user|>2+2=<|assistant|>"
+
+
 def test_a_step_of_ppo_on_the_prompts_of_hh_dialogues(tmp_path, monkeypatch, capsys):
     """They have no answers, so no accuracy is logged."""
     monkeypatch.setattr(ppo_rlhf, "NORM_SAMPLES", 8)
@@ -240,7 +263,8 @@ def test_a_step_of_ppo_on_the_prompts_of_hh_dialogues(tmp_path, monkeypatch, cap
     assert found == [["eval/reward", "eval/score"]] * 2
     assert all(math.isfinite(value) for line in lines for value in line.values())
     assert lines[1]["optim/grad_norm"] > 0
-    assert "52 examples from 58 rows; dropped as empty or too long: 6 rows\n" in capsys.readouterr().out
+    dropped = {"too long": 4, "without a user's turn at its end": 2}
+    assert f"52 training rows of {HH}, split train, dropped: {dropped}\n" in capsys.readouterr().out
 
 
 # ---- the embedded pairs

@@ -60,46 +60,49 @@ TURNS = {"prompt": "1+2=", "completion": "3"}
 OF_TURNS = ("<|user|>1+2=<|assistant|>", "3<|end|>")
 
 
+CHAT = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}]
+UNFIT = "without a user's turn before the assistant's turn"
+
+
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
-    "rows, parts",
+    "rows, parts, dropped",
     [
-        ([{"text": "12+34=46"}, {"text": "1+2=3"}], [("1", "2+34=4"), ("1", "+2=3")]),
-        ([{"text": ""}, {"text": "7"}, {"text": "1+"}], [("1", "+")]),
-        ([TURNS, TURNS | {"prompt": "1+" * 9}], [OF_TURNS]),
-        ([TURNS, TURNS | {"completion": "1" * 6}], [OF_TURNS]),
+        ([{"text": "12+34=46"}, {"text": "1+2=3"}], [("1", "2+34=4"), ("1", "+2=3")], {}),
+        ([{"text": ""}, {"text": "7"}, {"text": "1+"}], [("1", "+")], {"without a text": 2}),
+        ([TURNS, TURNS | {"prompt": "1+" * 9}], [OF_TURNS], {"too long": 1}),
+        ([TURNS, TURNS | {"completion": "1" * 6}], [OF_TURNS], {"too long": 1}),
+        ([TURNS, TURNS | {"completion": " "}], [OF_TURNS], {"without a completion": 1}),
+        ([{"question": "1+2=", "response": "3"}, {"question": None, "response": "3"}], [OF_TURNS], {UNFIT: 1}),
+        ([{"messages": CHAT}, {"messages": CHAT[1:]}], [OF_TURNS], {UNFIT: 1}),
     ],
 )
-def test_rows_with_text_or_as_in_sft(tmp_path, capsys, tokenizer, rows, parts):
+def test_rows_with_text_or_as_in_sft(tmp_path, capsys, tokenizer, rows, parts, dropped):
     """What is trained follows a prompt, or the first token of a text, which is cut to 6 more."""
     dataset = write_rows(tmp_path / "texts.jsonl", rows)
-    args = ppo_rlhf.Args(ptx_dataset=dataset, max_prompt_length=8, max_completion_length=6)
+    args = ppo_rlhf.Args(ptx_dataset=dataset, max_prompt_length=8, max_completion_length=6, system_prompt="")
     texts = ppo_rlhf.load_texts(args, tokenizer)
     assert [(tokenizer.decode(text["prompt_ids"]), tokenizer.decode(text["completion_ids"])) for text in texts] == parts
-    said = f"{len(parts)} examples from {len(rows)} rows; dropped as empty or too long: {len(rows) - len(parts)} rows\n"
+    said = f"{len(parts)} training rows of {dataset}, split train, dropped: {dropped}\n"
     assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    "row, error, message",
-    [
-        ({"text": 5}, ValueError, "text input must be"),
-        ({"text": None}, ValueError, "specify either `text`"),
-        ({"words": "a"}, KeyError, "prompt"),
-    ],
+    "row, message", [({"text": {"a": 1}}, "text"), ({"words": "a"}, "prompt, question, problem .* words")]
 )
-def test_a_row_that_cannot_be_read_is_named(tmp_path, row, error, message):
+def test_a_row_that_cannot_be_read_is_named(tmp_path, row, message):
     dataset = write_rows(tmp_path / "texts.jsonl", [row])
-    with pytest.raises(error, match=message) as caught:
+    with pytest.raises(SystemExit, match=f"^{dataset}, training row 0: ValueError.*{message}.*; the row is {{'"):
         run(tmp_path / "mine", ptx_coef=1.0, ptx_dataset=dataset)
-    assert caught.value.__notes__ == [f"{dataset}: row 0 of 1, {row}"]
     assert not (tmp_path / "mine").exists()
 
 
-def test_without_a_text_that_fits_nothing_is_trained(tmp_path):
-    dataset = write_rows(tmp_path / "texts.jsonl", [{"text": "7"}])
-    with pytest.raises((SystemExit, IndexError, ZeroDivisionError)):
+@pytest.mark.parametrize("text", ["7", "", None])
+def test_without_a_text_that_fits_nothing_is_trained(tmp_path, text):
+    dataset = write_rows(tmp_path / "texts.jsonl", [{"text": text}] * 2)
+    with pytest.raises(SystemExit, match=f"0 training rows of {dataset}, .* dropped: {{'without a text': 2}}"):
         run(tmp_path / "run", ptx_coef=1.0, ptx_dataset=dataset)
+    assert not (tmp_path / "run").exists()
 
 
 # ---- runs

@@ -10,7 +10,7 @@ from tiny import ROOT, read_jsonl
 import grpo
 
 DATA = ROOT / "tests" / "data"
-REFUSED_RIGHT_ANSWERS = 28  # of 74: phrases, units, algebra and the like, which a strict verifier leaves alone
+REFUSED_RIGHT_ANSWERS = 27  # of 74: phrases, units, algebra and the like, which a strict verifier leaves alone
 
 
 def box(text):
@@ -51,7 +51,8 @@ EXTRACT = {
     # thoughts never count
     "6": r"""<think>\boxed{5}</think>\boxed{6} ¦ \boxed{6}<think>\boxed{5} ¦ \boxed{5}</think>\boxed{6}
  ¦ <think>a<think>b</think>c</think>\boxed{6}""",
-    "5": r"<think></think>\boxed{5}",
+    "5": r"<think></think>\boxed{5} ¦ \boxed 5 ¦ so \boxed 5. ¦ $\boxed 5$ ¦ \boxed 5, as 2+3=5 ¦ \boxed{4} \boxed 5",
+    **{"5.5": r"\boxed 5.5 ¦ \boxed 5.5.", "-5": r"\boxed -5", "1/2": r"\boxed 1/2", "1,234": r"\boxed 1,234"},
     None: r"""\boxed{3} and then \boxed{4 ¦ \boxed{\frac{1}{2} ¦ <answer>3 ¦ 3</answer> ¦ </answer>3<answer>
  ¦ The answer is 42. ¦ 42 ¦ \fbox{42} ¦ <think>\boxed{5}</think> ¦ <think>\boxed{5} ¦ \boxed{5}</think>6
  ¦ <think>a</think>\boxed{5}</think> ¦ <think>#### 5</think> ¦ <think><answer>5</answer></think>""",
@@ -72,10 +73,12 @@ PARSE = {
     42: r"42 ¦  42  ¦ +42 ¦ 42. ¦ $42 ¦ \$42 ¦ £42 ¦ € 42 ¦ $42$ ¦ {42} ¦ **42**",
     -42: "-42 ¦ - 42 ¦ \u221242 ¦ -$42 ¦ $-42",
     1234: r"1,234 ¦ 1\,234 ¦ 1{,}234 ¦ 1\!,234",
-    Fraction(1, 2): r".5 ¦ 1/2 ¦ \frac{1}{2} ¦ \dfrac{1}{2}",
-    Fraction(-1, 2): r"-1/2 ¦ 1/-2 ¦ -\frac{1}{2} ¦ \frac{-1}{2}",
+    0.5: r".5 ¦ 1/2 ¦ \frac{1}{2} ¦ \dfrac{1}{2} ¦ \frac12 ¦ \frac 1 2 ¦ \frac1{2} ¦ \frac{1}2 ¦ \(\frac12\)",
+    Fraction(-1, 2): r"-1/2 ¦ 1/-2 ¦ -\frac{1}{2} ¦ \frac{-1}{2} ¦ -\tfrac12",
+    Fraction(1, 10): r"0.1 ¦ \frac1{10}",
+    5: r"$5$ ¦ $$5$$ ¦ \(5\) ¦ \[5\] ¦ \( 5 \) ¦ \(5\). ¦ **$5$**",
     **{7: "007", 0: "-0", Fraction(85, 2): "42.50", Fraction(123456789, 100): "1,234,567.89"},
-    **{Fraction(-3, 4): r"-\tfrac{3}{4}", Fraction(3, 2): "6/4", Fraction(1, 10): "0.1"},
+    **{Fraction(-3, 4): r"-\tfrac{3}{4}", Fraction(3, 2): "6/4"},
     **{9007199254740993: "9007199254740993", "blue": r"\text{ blue }", "kg": r"\mathrm{kg}", "(1,2)": "(1, 2)"},
     **{"x=3": "x  =  3", "new york": "new   york", "1/0": "1/0", r"\frac{1}{0}": r"\frac{1}{0}", None: " ¦   ¦ \n"},
 }
@@ -99,8 +102,9 @@ NOT_EQUAL = {
     **{"1234.5": "1.234,5", "12345": "1,2345", "1234567": "1234,567", "1.23": "1,23", "123456": "1,234,56"},
     **{"42": "4 2", "1.5": "1. 5 ¦ 1 .5", "-42": "- 4 2"},
     # mixed numbers, fractions, powers
-    **{"1/2": r"1\frac{1}{2}", "11/2": r"1\frac{1}{2} ¦ 1 1/2", "1/6": "1/2/3", "1/25": r"\frac{1}{2}5"},
-    **{"-1/2": r"-\frac{-1}{2}", "1/3": "0.33 ¦ 0.3333333333333333", "103": "10^3", "23": "2e3", "12": r"1\!2"},
+    **{"11/2": r"1\frac{1}{2} ¦ 1 1/2", "1/6": "1/2/3", "1/25": r"\frac{1}{2}5"},
+    **{"3/2": r"1\frac12 ¦ \frac1{2}3", "12": r"\frac12 ¦ 1\!2", "1/2": r"\frac123 ¦ 1\frac12 ¦ 1\frac{1}{2}"},
+    **{"-1/2": r"-\frac{-1}{2}", "1/3": "0.33 ¦ 0.3333333333333333", "103": "10^3", "23": "2e3"},
     # intervals, text, nothing
     **{"(1,2)": "[1,2)", r"-\infty": r"\infty", "x1": "x_1", "on": "no", "ab": "a b", "No": "no", "A*": "A"},
     "0": r"¦ . ¦ - ¦ $ ¦ \text{} ¦ nan ¦ None",
@@ -128,6 +132,11 @@ REFUSED = {
     "123": r"\boxed{0,123} ¦ \boxed{00,123}",
     "5": r"\boxed{6 \boxed{5}} ¦ \boxed{1 or \boxed{5} ¦ \boxed{\text{not }\boxed{5}} ¦ -\boxed{5}",
     **{"2": "#### Step 2: add the numbers", "42": "#### 4<think>x</think>2"},
+    # a box without braces ends at a blank or a punctuation mark, or else it holds more than its beginning
+    "6": r"""\boxed 6.5 ¦ \boxed 6,5 ¦ \boxed 6/5 ¦ \boxed -6 ¦ \boxed 6-7 ¦ \boxed 6x ¦ \boxed 6% ¦ \boxed 6\%
+ ¦ \boxed 6+7 ¦ \boxed 6^{2} ¦ \boxed 6\sqrt{2} ¦ \boxed 6\frac12 ¦ \boxed 6 \boxed{7 ¦ \boxed 6, no, \boxed 7
+ ¦ \boxed""",
+    "x": r"\boxed x=5 ¦ \boxed x+1",
 }
 REFUSED = [(text, answer) for answer, texts in REFUSED.items() for text in re.split(r"\s*¦ ", texts)]
 
@@ -151,6 +160,11 @@ ACCEPTED = [
     ("\\boxed{(1,2)}", "(1, 2)"),
     ("<think>\\boxed{4}</think>\\boxed{5}", "5"),
     ("\\boxed{5}} and cut off in the mid", "5"),
+    ("so it is $\\boxed 5$.", "5"),
+    ("\\boxed{\\(\\frac12\\)}", "$0.5$"),
+    ("#### $5$", "\\boxed 5"),
+    ("\\boxed{2}", '["2"]'),
+    ("\\boxed{\\sqrt{2}}", '["\\\\sqrt{2}"]'),
 ]
 
 
@@ -164,6 +178,31 @@ def test_the_answer_of_a_whole_solution_is_what_follows_its_marker():
     assert [grpo.reward_fn(box(given), solution) for given in ("72", "24", "48", solution)] == [1.0, 0.0, 0.0, 0.0]
 
 
+# {what parse_gold makes of it: answers}
+GOLD = {
+    5: r"5 ¦ #### 5 ¦ \boxed{5} ¦ \boxed 5 ¦ $5$ ¦ \(5\)",
+    **{Fraction(1, 2): r"\frac12 ¦ We get \boxed{\frac{1}{2}}.", "yes": "yes ¦ \\text{yes}"},
+    **{'["5","6"]': '["5", "6"]', "[5]": "[5]", '["5",6]': '["5", 6]', "new york city": '["new york city"]'},
+    "to be or not to be to be or not to be": "to be or not to be to be or not to be",  # four words, often
+    "a b c d e f g h i j": "a b c d e f g h i j",
+    "one two three four five six seven": "one two three four five six seven",
+    None: """ ¦ [""] ¦ one two three four five six seven eight ¦ We add both, then halve what we have got.
+ ¦ #### One finds it by adding both of the numbers, in order.""",
+}
+GOLD = [(answer, expected) for expected, answers in GOLD.items() for answer in re.split(r"\s*¦ ", answers)]
+
+
+@pytest.mark.parametrize("answer, expected", GOLD)
+def test_an_answer_of_a_row_is_a_solution_a_list_of_one_text_or_nothing_if_it_is_prose(answer, expected):
+    assert grpo.parse_gold(answer) == expected
+    assert expected is not None or grpo.reward_fn(box(answer), answer) == 0.0
+
+
+@pytest.mark.parametrize("answer, text", [('["5", "6"]', "5"), ('["5", "6"]', "6"), ('["56"]', "5"), ("[5]", "5")])
+def test_a_list_of_more_is_not_one_of_them(answer, text):
+    assert grpo.reward_fn(box(text), answer) == 0.0
+
+
 # ---- anything a model may write
 
 LONG = 1_000_000
@@ -172,6 +211,12 @@ HOSTILE = {
     "closing braces": "}" * LONG,
     "boxes": "\\boxed{" * (LONG // 7),
     "closed boxes": "\\boxed{1}" * (LONG // 9),
+    "boxes without braces": "\\boxed 1" * (LONG // 8),
+    "points": "\\boxed " + "." * LONG,
+    "lists": '["' * (LONG // 2) + '"]',
+    "a list that is no json": '["\\sqrt{2}"]',
+    "a line break in a list": '["6\n"]',
+    "words": "word " * (LONG // 5),
     "nested boxes": "\\boxed{" * 100_000 + "1" + "}" * 100_000,
     "thoughts": "<think>" * (LONG // 7),
     "closed thoughts": "</think>" * (LONG // 8),

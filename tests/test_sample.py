@@ -194,7 +194,7 @@ def test_the_rows_that_are_kept_are_of_samples_and_train(form, capsys):
     script = sft if form == "right" else dpo
     sizes = {"num_steps": 1, "minibatch_size": 8, "eval_prompts": 0, "run_dir": "run"}
     script.main(parse(script, model=TINY, dataset="a.jsonl", **sizes))
-    assert f"{len(kept)} examples from {len(kept)} rows" in capsys.readouterr().out
+    assert f"{len(kept)} training rows of " in capsys.readouterr().out
 
 
 def test_the_file_is_there_when_it_is_whole_and_not_where_nothing_is_right(monkeypatch):
@@ -233,8 +233,8 @@ BAD = [
     (["--prompt", "1+1=", "--max-completion-length", "300"], "but the model's context has 256"),
     (["--eval-prompts", "0", "--dataset", "sums.jsonl"], "--eval-prompts 0: no rows are held out"),
     (["--prompt", "1+1=", "--dataset", "rows.jsonl"], "--prompt and --dataset: give one of them"),
-    (["--prompt", "1+1=", "--prompt", ""], "prompt 2, '': empty"),
-    (["--prompt", "1+" * 40], "prompt 1, '1.1.*: empty, or over 32 tokens"),
+    (["--prompt", "1+1=", "--prompt", ""], "prompt 2, '': without a user's turn"),
+    (["--prompt", "1+" * 40], "prompt 1, '1.1.*: too long"),
     (["--out", "rows.jsonl"], "--out rows.jsonl exists"),
 ]
 

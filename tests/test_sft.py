@@ -1,5 +1,6 @@
 """sft.py: which tokens are trained, and that nothing else is."""
 
+import json
 import math
 
 import pytest
@@ -8,8 +9,10 @@ from bad_inputs import assistant, user
 from test_data import write_rows
 from test_models import FORMS, make_folder, make_tokenizer
 from tiny import ROOT, TINY, load, parse, read_jsonl, write_jsonl
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+import dpo
 import grpo
 import sft
 
@@ -49,11 +52,17 @@ OF_CHAT = [(FIRST, "2<|end|>"), (FIRST + SECOND, "4<|end|>")]
         (ROW, OF_ROW),
         ({"question": "1+2=", "answer": "3"}, OF_ROW),
         ({"problem": "1+2=", "solution": "3"}, OF_ROW),
+        ({"prompt": "1+2=", "response": "3"}, OF_ROW),
+        ({"prompt": "1+2=", "completion": 3}, OF_ROW),
         ({**ROW, "question": "9", "problem": "9", "answer": "9", "solution": "9"}, OF_ROW),
-        ({"question": "1+2=", "problem": "9", "answer": "3", "solution": "9"}, OF_ROW),
+        ({"question": "1+2=", "problem": "9", "solution": "3", "answer": "9"}, OF_ROW),  # LIMO's
         ({"prompt": "1+2=", "completion": [assistant("3")]}, OF_ROW),
         ({"prompt": CHAT[:3], "completion": "4"}, OF_CHAT),
         ({"messages": CHAT}, OF_CHAT),
+        ({"messages": json.dumps(CHAT)}, OF_CHAT),
+        ({"messages": [message | {"tool_calls": None, "name": []} for message in CHAT]}, OF_CHAT),
+        ({"prompt": json.dumps(CHAT[:3]), "completion": json.dumps(CHAT[3:])}, OF_CHAT),
+        ({**ROW, "system": "9"}, [("<|system|>9" + OF_ROW[0][0], OF_ROW[0][1])]),
         (
             {"messages": [{"role": "system", "content": "9"}, *CHAT]},
             [("<|system|>9" + prompt, completion) for prompt, completion in OF_CHAT],
@@ -64,9 +73,10 @@ def test_each_turn_of_the_assistant_is_trained_with_its_stop_token(tokenizer, ro
     assert texts(tokenizer, row) == expected
 
 
-def test_the_prompt_is_the_one_that_grpo_samples_from(tokenizer):
-    [row] = encode(tokenizer, ROW, "7")
-    assert row["prompt_ids"] == grpo.encode_prompt(tokenizer, grpo.as_messages(ROW["prompt"], "7"))
+@pytest.mark.parametrize("column, system", [({}, "7"), ({"system": None}, "7"), ({"system": "9"}, "9")])
+def test_the_prompt_is_the_one_that_grpo_samples_from(tokenizer, column, system):
+    [row] = encode(tokenizer, ROW | column, "7")
+    assert row["prompt_ids"] == grpo.encode_prompt(tokenizer, grpo.as_messages(ROW["prompt"], system))
 
 
 def test_what_a_template_writes_after_the_stop_token_is_not_trained(tokenizer):
@@ -89,6 +99,21 @@ def test_a_template_that_rewrites_the_prompt_once_it_is_completed_is_an_error(to
 def test_without_a_chat_template_the_end_of_text_is_the_stop_token(tokenizer):
     tokenizer.chat_template = None
     assert texts(tokenizer, ROW) == [("1+2=", "3<|end|>")]
+
+
+def test_a_tokenizer_that_writes_a_blank_before_a_text_trains_the_tokens_of_the_whole_chat():
+    """As SentencePiece's: dpo.py's first token is the same."""
+    words = ["<unk>", "<end>", "\u2581", "1", "2", "3", "\u25813"]
+    inner = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [("\u2581", "3")], unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", eos_token="<end>")
+    turn = "{{ m.content }}{% if m.role == 'assistant' %}<end>{% endif %}"
+    for template in (None, f"{{% for m in messages %}}{turn}{{% endfor %}}"):
+        wrapped.chat_template = template
+        [row] = encode(wrapped, {"prompt": "12", "completion": "3"})
+        [pair] = dpo.read_pair({"prompt": "12", "chosen": "3", "rejected": "2"}, wrapped, dpo.Args(system_prompt=""))
+        assert row == {"prompt_ids": pair["prompt_ids"], "completion_ids": pair["chosen_ids"]}
+    assert row["completion_ids"] == [words.index("3"), words.index("<end>")]
 
 
 def test_ordinary_tokens_survive_decoding(tokenizer):
@@ -166,50 +191,68 @@ def run(tmp_path, **flags):
 
 
 def test_messages_fine_tune_a_local_model(tmp_path, capsys):
-    """Rows too long or with nothing to train are dropped and counted."""
-    good = {"messages": [user("1+1="), assistant("\\boxed{2}")]}
-    long, empty = ({"messages": [user(text), assistant(said)]} for text, said in (("1+" * 40, "2"), ("1+1=", " ")))
-    dataset = write_rows(tmp_path / "rows.jsonl", [*[good] * 4, long, empty, *[good] * 6])
+    """Rows too long or with nothing to train are dropped and counted, and so is a prompt that is held out."""
+    good = [{"messages": [user(f"{i}+1="), assistant("\\boxed{2}")]} for i in range(1, 9)]
+    bad = [{"messages": [user(text), assistant(said)]} for text, said in (("1+" * 40, "2"), ("1+1=", " "))]
+    bad.append({"messages": [assistant("2"), user("1+1="), assistant("2")]})
+    write_rows(tmp_path / "rows" / "train.jsonl", [*bad, *good])
+    write_rows(tmp_path / "rows" / "test.jsonl", good[-2:])
+    dataset = str(tmp_path / "rows")
     lines = run(tmp_path, model=str(TINY), dataset=dataset, num_steps=8, learning_rate=1e-3)
     assert lines[-1]["eval/loss"] < lines[0]["eval/loss"]
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint")
-    said = capsys.readouterr().out
-    assert "8 examples from 10 rows; dropped as empty or too long: 2 rows\n" in said
+    said, dropped = capsys.readouterr().out, dict.fromkeys(["too long", *REASONS], 1) | {"with a held-out prompt": 2}
+    assert f"2 held-out rows of {dataset}, split test, dropped: {{}}\n" in said
+    assert f"6 training rows of {dataset}, split train, dropped: {dropped}\n" in said
     assert "'<|user|>1+1=<|assistant|>', and the part that is trained: '\\\\boxed{2}<|end|>'\n" in said
 
 
+REASONS = "without a completion", "without a user's turn before the assistant's turn"
 WORDS = {"prompt": "one and one", "completion": "two"}
 ASKED, SAID = user("1+1="), assistant("two")
+CALLS = {"tool_calls": [{"name": "f"}]}, {"weight": 0}, {"tools": ["f"]}
 
 
 @pytest.mark.parametrize(
-    "row", [{"messages": [ASKED]}, {"messages": [SAID]}, {**WORDS, "completion": ""}, {**WORDS, "prompt": None}]
-)
-def test_a_row_without_a_turn_to_train_has_no_examples(tokenizer, row):
-    assert encode(tokenizer, row) == []
-
-
-@pytest.mark.parametrize(
-    "row, error, message",
+    "row, reason",
     [
-        ({"text": "1"}, ValueError, "prompt, question, problem is needed, but there are text"),
-        (
-            {"prompt": "1", "ground_truth": "2"},
-            ValueError,
-            "completion, answer, solution is needed, but .* ground_truth",
-        ),
-        ({"completion": "2"}, ValueError, "but there are completion"),
-        ({"messages": ["a", "b"]}, TypeError, "indices"),
-        ({"messages": [ASKED, {"content": "2"}]}, KeyError, "role"),
-        ({"messages": [ASKED, {"role": "assistant"}]}, KeyError, "content"),
-        ({**WORDS, "completion": ["2"]}, TypeError, "indices"),
+        ({"messages": [ASKED]}, 0),
+        ({"messages": [ASKED, assistant(None)]}, 0),
+        ({**WORDS, "completion": ""}, 0),
+        ({**WORDS, "completion": None}, 0),
+        ({"messages": [SAID]}, 1),
+        ({"messages": [SAID, ASKED, SAID]}, 1),
+        ({"messages": [{"role": "system", "content": "1"}, SAID]}, 1),
+        ({"messages": []}, 1),
+        ({"messages": None}, 1),
+        ({**WORDS, "prompt": None}, 1),
+        ({**WORDS, "prompt": " "}, 1),
     ],
 )
-def test_a_row_that_cannot_be_read_is_named_before_any_run_folder(tmp_path, row, error, message):
+@pytest.mark.parametrize("system_prompt", ["", "9"])
+def test_a_row_without_a_turn_to_train_says_why(tokenizer, row, reason, system_prompt):
+    assert encode(tokenizer, row, system_prompt) == [REASONS[reason]]
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ({"text": "1"}, "prompt, question, problem is needed, but there are text"),
+        ({"prompt": "1", "ground_truth": "2"}, "completion, response, solution, answer is needed, but .* ground_truth"),
+        ({"completion": "2"}, "but there are completion"),
+        ({"messages": ["a", "b"]}, "AttributeError"),
+        ({"messages": [ASKED, {"content": "2"}]}, "role"),
+        ({**WORDS, "completion": ["2"]}, "AttributeError"),
+        ({**WORDS, "completion": {"a": 1}}, "the column completion was read as a dict"),
+        ({**WORDS, "completion": "2<|end|>"}, "already has the chat template's tokens"),
+        ({"messages": [ASKED, {"role": "assistant", "content": [{"text": "2"}]}]}, "the rest would be lost: "),
+        *[({"messages": [ASKED, {**SAID, **field}]}, f"the rest would be lost: .*'{[*field][0]}'") for field in CALLS],
+    ],
+)
+def test_a_row_that_cannot_be_read_is_named_before_any_run_folder(tmp_path, row, message):
     dataset = write_jsonl(tmp_path / "rows.jsonl", [row] * 5)
-    with pytest.raises(error, match=message) as caught:
+    with pytest.raises(SystemExit, match=f"^{dataset}, held-out row 0: .*{message}.*; the row is {{'"):
         run(tmp_path, dataset=dataset)
-    assert caught.value.__notes__ == [f"{dataset}: row 0 of 3, {row}"]
     assert not (tmp_path / "run").exists()
 
 

@@ -115,7 +115,7 @@ def test_a_path_that_exists_is_a_path(name, tmp_path, monkeypatch):
     (tmp_path / "run:1").mkdir()
     for path in ("run:1/train.jsonl", "rows[v1].jsonl", "ROWS.JSONL"):
         write_jsonl(tmp_path / path, ROWS)
-    train, held_out = grpo.load_rows(name, 4, lambda row: [row])
+    (_, _, held_out), (_, _, train) = grpo.load_splits(name, 4)
     assert len(train) == len(ROWS) - 4 and len(held_out) == 4
 
 
@@ -130,27 +130,25 @@ def test_another_ending_is_named(tmp_path):
 def test_empty_messages_and_missing_answers_are_dropped(tmp_path, tokenizer, capsys):
     def load(name):
         train, _ = grpo.load_prompts(parse(grpo, dataset=tmp_path / name, eval_prompts=0), tokenizer)
-        [dropped] = re.findall(f"from {len(ROWS)} rows; dropped as empty or too long: ([0-9]+) rows", out())
-        return [row["answer"] for row in train], int(dropped)
-
-    def out():
-        return capsys.readouterr().out
+        [dropped] = re.findall("training rows of .*, dropped: ({.*})\n", capsys.readouterr().out)
+        return [row["answer"] for row in train], dropped
 
     answers = [row["answer"] for row in ROWS]
     rows = [{"problem": "unread", "question": row["prompt"], "solution": row["answer"]} for row in ROWS]
     write_jsonl(tmp_path / "rows.jsonl", rows)
-    assert load("rows.jsonl") == (answers, 0)
+    assert load("rows.jsonl") == (answers, "{}")
     chats = [[{"role": "user", "content": row["prompt"]}] for row in ROWS]
     chats[0] = []
     write_jsonl(tmp_path / "chats.jsonl", [{**row, "prompt": chat} for row, chat in zip(ROWS, chats)])
-    assert load("chats.jsonl") == (answers[1:], 1)
+    assert load("chats.jsonl") == (answers[1:], str({"without a user's turn at its end": 1}))
     lines = [f"{row['prompt']},{row['answer']}\n" for row in ROWS]
     lines[:2] = ["2+2=,\n", "3+3=,nan\n"]
     (tmp_path / "rows.csv").write_text("prompt,answer\n" + "".join(lines))
-    assert load("rows.csv") == ([f"{answer}.0" for answer in answers[2:]], 2)
+    dropped = str({"without an answer that a completion can match": 1})
+    assert load("rows.csv") == (["nan", *answers[2:]], dropped)  # which a text may be
 
 
-# ---- what is printed# ---- what is printed
+# ---- what is printed
 
 
 def test_the_first_step_shows_its_prompt_its_answer_and_its_completions(tmp_path, capsys, monkeypatch):
@@ -179,7 +177,7 @@ def test_a_letter_that_the_terminal_has_not_ends_no_run(tmp_path):
 @pytest.mark.parametrize("of", ["reward_fn", "score_completions"])
 def test_an_error_in_a_users_reward_names_its_line(of, tmp_path):
     text = (ROOT / "grpo.py").read_text(encoding="utf-8")
-    call = {"reward_fn": "return float(is_right(", "score_completions": "return [reward_fn("}[of]
+    call = {"reward_fn": "return float(is_right(", "score_completions": "rewards = []"}[of]
     script = tmp_path / "mine.py"
     script.write_text(text.replace(f"    {call}", f'    json.loads("{{")\n    {call}', 1))
     number = 1 + script.read_text().splitlines().index('    json.loads("{")')

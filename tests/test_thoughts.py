@@ -63,26 +63,30 @@ def test_a_thought_that_the_prompt_opens_is_the_completions(form, monkeypatch):
 @pytest.mark.parametrize("script", [dpo, reward_model])
 @pytest.mark.usefixtures("alone")
 def test_a_pair_is_trained_as_the_template_writes_a_finished_chat(script, tmp_path):
-    args = script.Args(dataset=write_jsonl(tmp_path / "pairs.jsonl", ROWS), eval_prompts=1)
+    args = script.Args(dataset=write_jsonl(tmp_path / "pairs.jsonl", ROWS), eval_prompts=0)
     for form in ("Qwen3", "Qwen3-Thinking"):
         tokenizer = tokenizer_of(form)
         (pair, *_), _ = script.load_pairs(args, tokenizer)
         for name, text in (("chosen", "50+1\n</think>\n\n51"), ("rejected", "\n</think>\n\n50")):
             whole = tokenizer.decode(pair["prompt_ids"] + pair[f"{name}_ids"])
             assert whole == f"{PROMPT}<think>\n{text}<|im_end|>"
-    with pytest.raises(ValueError, match="template renders the prompt differently") as caught:
-        script.load_pairs(args, tokenizer_of("DeepSeek-R1-Distill, QwQ"))
-    assert "pairs.jsonl: row 0 of 3, " in caught.value.__notes__[0]
+    said = {"50+1": "renders the prompt differently", "<think>50+1</think>51": "does not write the content of the mess"}
+    for text, reason in said.items():  # it writes what follows the thought
+        args.dataset = write_jsonl(tmp_path / "pairs.jsonl", [ROWS[0] | {"chosen": text}] * 4)
+        with pytest.raises(SystemExit, match=f"pairs.jsonl, training row 0: .*the chat template {reason}"):
+            script.load_pairs(args, tokenizer_of("DeepSeek-R1-Distill, QwQ"))
 
 
 @pytest.mark.usefixtures("alone")
 def test_an_example_is_trained_as_the_template_writes_a_finished_chat(tmp_path):
     rows = [{"prompt": "17*3=", "completion": "51"}] * 4
-    args = sft.Args(dataset=write_jsonl(tmp_path / "rows.jsonl", rows), eval_prompts=1)
+    args = sft.Args(dataset=write_jsonl(tmp_path / "rows.jsonl", rows), eval_prompts=0)
     for form in TEMPLATES:
         tokenizer = tokenizer_of(form)
         if form.startswith("DeepSeek"):
-            with pytest.raises(ValueError, match="template renders the prompt differently"):
+            with pytest.raises(
+                SystemExit, match="rows.jsonl, training row 0: .*template renders the prompt differently"
+            ):
                 sft.load_chats(args, tokenizer)
             continue
         row = sft.load_chats(args, tokenizer)[0][0]

@@ -84,8 +84,8 @@ def load_rows(given, args, tokenizer):
         rows = []
         for number, text in enumerate(given.prompt, 1):
             row = grpo.read_prompt({"prompt": text}, tokenizer, args)
-            if not row:
-                raise SystemExit(f"prompt {number}, {text[:60]!r}: empty, or over {args.max_prompt_length} tokens")
+            if isinstance(row[0], str):
+                raise SystemExit(f"prompt {number}, {text[:60]!r}: {row[0]}")
             rows += row
         return rows
     if given.split == "test":
@@ -102,6 +102,17 @@ def with_system(prompt, system_prompt):
     if not system_prompt or messages[0]["role"] == "system":
         return prompt
     return [{"role": "system", "content": system_prompt}, *messages]
+
+
+def without_marks(text, tokenizer):
+    """A completion without special tokens of the chat template, which sft.py and dpo.py would refuse to read."""
+    if tokenizer.chat_template is None:
+        return text
+    frame = tokenizer.apply_chat_template(grpo.CHAT, tokenize=False)
+    for token in tokenizer.added_tokens_decoder.values():
+        if token.special and str(token) in frame:
+            text = text.replace(str(token), "")
+    return text
 
 
 def keep_rows(group, given, lot):
@@ -161,6 +172,7 @@ def main(given):
     for start in tqdm(range(0, len(rows), size), unit="batch", disable=None):
         part = [row for row in rows[start : start + size] for _ in range(n)]
         batch, texts = grpo.sample_completions(policy, tokenizer, part, given.temperature, args)
+        texts = [without_marks(text, tokenizer) for text in texts]
         rewards = [None] * len(texts)
         if not given.prompt:
             rewards = [float(reward) for reward in grpo.score_completions(texts, part)]

@@ -24,6 +24,7 @@ import sys
 from pathlib import Path
 
 import torch
+from transformers import AutoTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "data" / "addition")]
@@ -70,15 +71,17 @@ def classify(completion, worked, answer):
 
 def sample_completions(sums):
     """Return {class: distinct completions} for every sum."""
-    tokenizer = grpo.load_tokenizer(str(ROOT / "models" / "tiny"))
-    model, stop_ids = grpo.load_model(str(ROOT / "models" / "tiny"), tokenizer, torch.device("cpu"))
+    grpo.init_ranks()
+    tokenizer = AutoTokenizer.from_pretrained(str(ROOT / "models" / "tiny"))
+    policy = grpo.LogprobModel(grpo.load_model(str(ROOT / "models" / "tiny"), tokenizer))
     args = grpo.Args(max_completion_length=48)
     torch.manual_seed(0)
     found, num_wrong_work = [], 0
     for start in range(0, len(sums), BATCH):
         part = sums[start : start + BATCH]
-        prompts = [{"answer": a, "prompt_ids": grpo.encode_prompt(tokenizer, p, "")} for p, _, a in part]
-        batch, texts = grpo.rollout(model, tokenizer, prompts, NUM_SAMPLES, TEMPERATURE, stop_ids, args)
+        prompts = [{"answer": a, "prompt_ids": grpo.encode_prompt(tokenizer, grpo.as_messages(p))} for p, _, a in part]
+        prompts = [prompt for prompt in prompts for _ in range(NUM_SAMPLES)]
+        batch, texts = grpo.sample_completions(policy, tokenizer, prompts, TEMPERATURE, args)
         for i, (_, worked, answer) in enumerate(part):
             classes = {}
             for k in range(i * NUM_SAMPLES, (i + 1) * NUM_SAMPLES):
