@@ -560,6 +560,7 @@ def load_prompts(args, tokenizer):
 
 def load_rows(args, read):
     """Load training and held-out rows; read makes each a list of examples, or of reasons to leave it out."""
+    needed = {"held-out": args.eval_prompts, "training": args.num_steps}
     loaded, held_out = [], set()
     for kind, split, rows in load_splits(args.dataset, args.eval_prompts):
         examples, dropped = [], Counter()
@@ -580,7 +581,7 @@ def load_rows(args, read):
         held_out = {tuple(example["prompt_ids"]) for example in examples}
         loaded.append(examples)
         report = f"{len(examples)} {kind} rows of {args.dataset}, split {split}, dropped: {dict(dropped)}"
-        if not examples and (kind == "training" and args.num_steps or kind == "held-out" and args.eval_prompts):
+        if needed[kind] and not examples:
             raise SystemExit(f"too few rows for --eval-prompts {args.eval_prompts}: {report}")
         if dist.get_rank() == 0:
             print(report)
@@ -588,7 +589,7 @@ def load_rows(args, read):
 
 
 def load_splits(name, num_held_out):
-    """Load held-out rows, of the test or validation split or else of the training split, and training rows."""
+    """Load held-out rows, of the test or validation split or else of the training split, and that whole split."""
     path, config, train = name, "", ""
     if not Path(name).exists():
         path, config, train = f"{name}::".split(":")[:3]
@@ -603,12 +604,9 @@ def load_splits(name, num_held_out):
     train = train or min([split for split in splits if split.startswith("train")], key=len, default="train")
     tests = [train.replace("train", split) for split in ("test", "validation", "train")]
     test = next(split for split in tests if split in splits)
-    train_rows, test_rows = list(splits.get(train, [])), list(splits[test])
-    order = torch.randperm(len(test_rows), generator=torch.Generator().manual_seed(0)).tolist()
-    if test == train:
-        train_rows = [train_rows[i] for i in sorted(order[num_held_out:])]
-    test_rows = [test_rows[i] for i in sorted(order[:num_held_out])]
-    return [("held-out", test, test_rows), ("training", train, train_rows)]
+    order = torch.randperm(len(splits[test]), generator=torch.Generator().manual_seed(0))
+    held_out = splits[test].select(order[:num_held_out].sort().values)
+    return [("held-out", test, held_out), ("training", train, splits.get(train, []))]
 
 
 def read_any_prompt(row, tokenizer, args):

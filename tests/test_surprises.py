@@ -116,7 +116,7 @@ def test_a_path_that_exists_is_a_path(name, tmp_path, monkeypatch):
     for path in ("run:1/train.jsonl", "rows[v1].jsonl", "ROWS.JSONL"):
         write_jsonl(tmp_path / path, ROWS)
     (_, _, held_out), (_, _, train) = grpo.load_splits(name, 4)
-    assert len(train) == len(ROWS) - 4 and len(held_out) == 4
+    assert len(train) == len(ROWS) and len(held_out) == 4
 
 
 def test_another_ending_is_named(tmp_path):
