@@ -98,7 +98,7 @@ PATCHES = {
     FRESH: ONE_MINIBATCH,
     **{f"sampled {delay} steps ago": ONE_MINIBATCH + sampled_before(delay) for delay in DELAYS},
     "random rewards": [
-        ("torch.tensor(score_completions(texts, prompts), ", "torch.tensor((torch.rand(len(texts)) < 0.5).tolist(), ")
+        ("torch.tensor(compute_rewards(texts, prompts), ", "torch.tensor((torch.rand(len(texts)) < 0.5).tolist(), ")
     ],
     "from step 31 on measured, not trained": [
         ("args.group_size, args.baseline)", 'args.group_size, args.baseline if step > 30 else "leave_one_out")'),

@@ -15,12 +15,12 @@ These {count} architectures (`model_type` in config.json) train. Of each a small
 with its own forward pass of each sequence alone: log-probabilities and gradients of padded batches, and samples of
 padded groups whose rows finish at different times. Sparse attention (`index_topk`) was compared where it still keeps
 all tokens. Others may train as well: at start a script that samples compares that with training on beginnings of one
-prompt, and ends with an error where it finds a difference. Of a
-model that also reads images (Gemma 3, Qwen3.5) only the language model is trained and saved, and the script says so when it
-loads one. Models that transformers cannot load as a causal language model (Qwen2.5-VL) are refused.
+prompt, and ends with an error where it finds a difference. If a model also reads images (Gemma 3, Qwen3.5), only its
+language model is trained and saved, and the script says so. Models that transformers cannot load as a causal language
+model (Qwen2.5-VL) are refused.
 
-Not supported: LoRA adapter folders (merge them into their model first), quantized checkpoints, training the vision part of a model, and a
-reward model whose tokenizer differs from the policy's.
+Not supported: LoRA adapter folders (merge them into their model first), quantized checkpoints, training the vision part
+of a model, and a reward model whose tokenizer differs from the policy's.
 
 `zamba` and `zamba2`, whose blocks share weights, train in float32 on one process only, and are not tested. `biogpt` and
 `ctrl` name no blocks, so nothing of them can compute in bfloat16: they need `--precision float32`. `--lora-rank` needs

@@ -14,10 +14,11 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
 import grpo
+import grpo_process
 import ppo_rlhf
 import sft
 
-SCRIPTS = ONLINE | {"ppo_rlhf": ppo_rlhf, "sft": sft}
+SCRIPTS = ONLINE | {"grpo_process": grpo_process, "ppo_rlhf": ppo_rlhf, "sft": sft}
 NUM_STEPS, ROWS_PER_STEP, GROUP_SIZE = 2, 4, 4
 # One prompt for all, so that what is sampled differs by random numbers alone; the answers name the rows.
 ROWS = [{"prompt": "12+34=", "answer": str(i), "completion": str(i)} for i in range(1, 11)]

@@ -1,14 +1,17 @@
 """Real processes without the seconds of importing torch: forked from one server that has imported every script."""
 
 import faulthandler
+import json
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 from torch.distributed import TCPStore
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,7 +29,7 @@ class Forked:
         self.process = CONTEXT.Process(target=execute, args=arguments, daemon=True)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)  # from where the server imports
-            CONTEXT.set_forkserver_preload(sorted(path.stem for path in ROOT.glob("*.py")))
+            CONTEXT.set_forkserver_preload(sorted(path.stem for path in ROOT.glob("*.py") if path.stem != "conftest"))
             self.process.start()
         self.pid, self.returncode = self.process.pid, None
 
@@ -95,3 +98,81 @@ def execute(code, argv, environment, folder, log):
         exec(compile(code, argv[0], "exec"), {"__name__": "__main__"})
     finally:
         sys.stdout.flush()  # before the reason of a SystemExit is written
+
+
+KILLS = {
+    "in the first step after a save": """
+accumulate, calls = script.accumulate_gradients, []
+def killed(*args):
+    calls.append(args)
+    if len(calls) == KILL_AT_CALL:
+        os.kill(os.getpid(), 9)
+    return accumulate(*args)
+script.accumulate_gradients = killed
+""",
+    "checkpoint written, state not yet in its place": """
+save = script.dcp.save
+def killed(*args, **kwargs):
+    save(*args, **kwargs)
+    os.kill(os.getpid(), 9)
+script.dcp.save = killed
+""",
+    "old checkpoint removed, new one not yet in its place": """
+rmtree = script.shutil.rmtree
+def killed(path, **settings):
+    rmtree(path, **settings)
+    if str(path).endswith("/checkpoint"):
+        os.kill(os.getpid(), 9)
+script.shutil.rmtree = killed
+""",
+}
+
+
+def start(script, flags, kill="", kind=Forked):
+    """Run a script as the command line does, after some lines about it."""
+    code = f"import os, sys\nimport {script} as script\n{kill}\n"
+    code += f"text = open({str(ROOT / script) + '.py'!r}).read().rpartition('if __name__ ==')[2].partition(':')[2]\n"
+    code += "exec('if True:' + text, vars(script))"
+    return kind(code, [f"{script}.py", *flags])
+
+
+def finish(process, expected=0):
+    output, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == expected, output
+    return output
+
+
+def logged(run, name="metrics.jsonl"):
+    lines = [json.loads(line) for line in (run / name).read_text().splitlines()] if (run / name).exists() else []
+    return [{key: value for key, value in line.items() if not key.startswith("perf/")} for line in lines]
+
+
+def assert_same_run(run, reference):
+    for name in ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl"):
+        assert logged(run, name) == logged(reference, name)
+    weights, expected = (load_file(r / "checkpoint" / "model.safetensors") for r in (run, reference))
+    assert weights.keys() == expected.keys()
+    assert all(weights[name].equal(expected[name]) for name in expected)
+
+
+def main_of(script, flags, monkeypatch):
+    """Run a script in this process."""
+    monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *flags])
+    script.main(script.parse_args())
+
+
+def compare_killed_and_resumed(script, flags, kill_at_call, folder, monkeypatch, more=""):
+    """Compare a run that was killed and resumed with one that was not, and return their folders. The killed run is a
+    process of its own; the others are in this one, which has not seen what that one did.
+    """
+    run, reference = folder / "run", folder / "reference"
+    kill = KILLS["in the first step after a save"].replace("KILL_AT_CALL", kill_at_call)
+    process = start(script.__name__, [*flags, "--run-dir", str(run)], more + kill)
+    main_of(script, [*flags, "--run-dir", str(reference)], monkeypatch)
+    finish(process, -signal.SIGKILL)
+    assert [line["step"] for line in logged(run)] == list(range(5))
+    assert [path.name for path in (run / "state").iterdir()] == ["00000004"]
+    main_of(script, ["--resume", str(run)], monkeypatch)
+    assert len(logged(run)) == 7
+    assert_same_run(run, reference)
+    return run, reference

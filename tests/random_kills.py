@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from test_resume import assert_same_run, finish, start
+from processes import assert_same_run, finish, start
 
 SIZES = "--num-steps 30 --eval-prompts 8 --eval-every 7 --save-every 2 --warmup-steps 2 --minibatch-size 8".split()
 GROUPS = "--prompts-per-step 4 --group-size 4 --max-completion-length 32".split()

@@ -1,67 +1,9 @@
-"""The scripts share no module: what they share is copied. This table says what, and the copies must be identical."""
+"""The scripts share no module: what they share is copied, and the copies must be identical (see sync_copies.py)."""
 
 import ast
-import functools
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parent.parent
-MARKER = "# ---- below: functions that are byte-identical in all scripts that have them, "
-MARKER += "in the order in which main calls them\n"
-CLIPPED = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "grpo_process", "grpo_tools")
-ONLINE = ("reinforce", *CLIPPED)
-BLOCK = ONLINE  # all that stands below the line is one text
-PAIRS = ("reward_model", "dpo")
-SCORED = ("reward_model", "ppo_rlhf")
-SAMPLED = (*ONLINE, "ppo_rlhf")
-LOGPROBS = ("sft", "dpo", *SAMPLED)
-ALL = (*LOGPROBS, "reward_model")
-# {scripts: what is identical in them}; a name comes twice where two families have each their own.
-SHARED = {
-    ALL: """init_ranks all_reduce find_precision load_rows load_splits as_messages encode_prompt find_turn_end
-        find_column check_chat read_config
-        add_adapters find_blocks shard compute_in_bfloat16 in_bfloat16 cast open_run load_state catch_signals pick_rows
-        pad_left microbatches step_optimizer append_line log_step read_metrics save merge_adapters end_run""",
-    ("dpo", "reward_model", *SAMPLED): "parse_args",
-    LOGPROBS: "load_model token_logprobs head_logprobs LogprobModel",
-    SAMPLED: """is_right reward_fn score_completions read_prompt check_model generate sample_tokens gathered
-        sample_completions compute_rewards extract_answer find_closing_brace parse_answer parse_gold""",
-    ONLINE: "check_args evaluate load_prompts lookup_logprobs step_metrics log_group",
-    ("sft", "dpo", "reward_model"): "check_args check_context",
-    ("sft", "dpo"): "check_logprobs",
-    ("sft", "ppo_rlhf"): "collate read_chat",
-    ("sft", "dpo", "reward_model", "ppo_rlhf"): "encode_completion pad_right",
-    ("dpo", "reward_model", "ppo_rlhf"): "parse_dialogue",
-    PAIRS: "step_metrics load_pairs read_pair split_pair split_chats collate_pairs",
-    SCORED: "load_reward_model hidden_states ScoreModel sequence_scores",
-}
-# [(name, the scripts in which it is identical)]
-SHARED = [(name, scripts) for scripts, names in SHARED.items() for name in names.split()]
-# Functions of one name that differ by design: everywhere, or in scripts that are not in the table.
-OWN = {*"Args compute_advantages policy_loss preference_loss accumulate_gradients main".split()}
-OWN_OF = {
-    "parse_args": {"sft"},
-    "check_args": {"ppo_rlhf"},
-    "evaluate": {"ppo_rlhf", "reward_model", "sft"},
-    "load_prompts": {"ppo_rlhf"},
-    "lookup_logprobs": {"ppo_rlhf"},
-    "step_metrics": {"ppo_rlhf"},
-}
-
-
-@functools.cache
-def split(source):
-    """{name: source} of the functions and classes in a script's text."""
-    nodes = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-    lines = source.splitlines()
-    first = {node.name: min([node.lineno, *(d.lineno for d in node.decorator_list)]) for node in nodes}
-    return {node.name: "\n".join(lines[first[node.name] - 1 : node.end_lineno]) for node in nodes}
-
-
-def definitions(script, folder=ROOT):
-    """{name: source} of the functions and classes of a script."""
-    return split((folder / f"{script}.py").read_text(encoding="utf-8"))
+from sync_copies import ALL, BLOCK, OWN, OWN_OF, ROOT, SHARED, carry, definitions
 
 
 @pytest.mark.parametrize("name, scripts", SHARED)
@@ -82,8 +24,6 @@ def test_table_lists_every_shared_function():
 
 
 def test_the_tool_carries_a_change_into_all_copies(tmp_path):
-    from sync_copies import carry  # it imports this module's table
-
     for script in ALL:
         (tmp_path / f"{script}.py").write_text((ROOT / f"{script}.py").read_text(encoding="utf-8"), encoding="utf-8")
     path = tmp_path / "grpo.py"

@@ -10,7 +10,7 @@ import sys
 import fake_cuda
 import pytest
 from processes import Forked
-from test_copies import ALL
+from sync_copies import ALL
 from tiny import ROOT, read_jsonl
 from torch.distributed import TCPStore
 

@@ -8,30 +8,13 @@ import sys
 
 import datasets
 import pytest
-from tiny import ROOT, read_jsonl, write_jsonl
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from tiny import ALTERNATING, ROOT, TEMPLATE, read_jsonl, word_tokenizer, write_rows
 
 import grpo
 
 pytestmark = pytest.mark.usefixtures("alone")
 ADDITION = ROOT / "data" / "addition"
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(1, 11)]
-TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
-    "{% if add_generation_prompt %}assistant{% endif %}"
-)
-
-
-def word_tokenizer(chat_template):
-    """A tokenizer of words that puts a BOS in front of every text."""
-    words = "<bos> <unk> user assistant system be brief one two three four".split()
-    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    inner.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<bos>", unk_token="<unk>")
-    wrapped.chat_template = chat_template
-    return wrapped
 
 
 def load(dataset, tokenizer, max_prompt_length, num_held_out, system_prompt=""):
@@ -49,20 +32,6 @@ def load_splits(dataset, num_held_out):
 def printed(capsys):
     """The lines that tell how many rows there are, of held-out and of training rows."""
     return [line for line in capsys.readouterr().out.splitlines() if " rows of " in line]
-
-
-def write_rows(path, rows):
-    """Write rows in the format of the path's suffix."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".csv":
-        datasets.Dataset.from_list(rows).to_csv(path)
-    elif path.suffix == ".parquet":
-        datasets.Dataset.from_list(rows).to_parquet(path)
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(rows))
-    else:
-        write_jsonl(path, rows)
-    return str(path)
 
 
 def prompts_of(rows, column="prompt"):
@@ -369,12 +338,6 @@ def test_what_is_not_there_is_an_error_that_names_it(name):
 
 
 # ---- chat templates
-
-ALTERNATING = (  # as Gemma's and Mistral's
-    "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('roles must alternate') }}{% endif %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
-    "{% if add_generation_prompt %}assistant{% endif %}"
-)
 
 
 def test_a_prompt_that_the_template_refuses_is_an_error_with_its_reason(tmp_path):

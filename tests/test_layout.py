@@ -6,7 +6,7 @@ import re
 import tokenize
 
 import pytest
-from test_copies import ALL, BLOCK, MARKER, ROOT, definitions
+from sync_copies import ALL, BLOCK, MARKER, ROOT, definitions
 
 # At most: Python tokens of a script (without comments, newlines and indentation, docstrings counting as one), tokens
 # per line of code, ternaries, and lines. Joining lines does not help against tokens.

@@ -5,14 +5,15 @@ from functools import partial
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_precision import CPU, make_main_args
 from tiny import (
+    CPU,
     ROOT,
     SIZES,
     TINY,
     build_model,
     make_args,
     make_batch,
+    make_main_args,
     parse,
     read_jsonl,
     relative_error,

@@ -11,6 +11,7 @@ import transformers
 from bad_inputs import adapters, cut, remove, weights
 from safetensors.torch import load_file
 from tiny import (
+    FORMS,
     ROOT,
     SIZES,
     TINY,
@@ -20,6 +21,8 @@ from tiny import (
     load_scorer,
     make_args,
     make_batch,
+    make_folder,
+    make_tokenizer,
     pad_right,
     parse,
     write_jsonl,
@@ -35,60 +38,6 @@ import sft
 CPU = torch.device("cpu")
 TINY_REWARD = ROOT / "models" / "tiny-reward"
 # (special tokens, the tokenizer's end of text first and the end of a turn second; chat template), as published.
-FORMS = {
-    "chatml": (
-        ["<|endoftext|>", "<|im_end|>", "<|im_start|>"],
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-    ),
-    "llama 3": (
-        ["<|end_of_text|>", "<|eot_id|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"],
-        "<|begin_of_text|>{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
-        "{{ m.content | trim }}<|eot_id|>{% endfor %}"
-        "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
-    ),
-    "gemma": (
-        ["<eos>", "<end_of_turn>", "<bos>", "<start_of_turn>", "\n"],
-        "<bos>{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-        "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
-        "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end_of_turn>\n"
-        "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
-    ),
-    "phi 3": (
-        ["<|endoftext|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"],
-        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}",
-    ),
-}
-
-
-def make_tokenizer(special, template):
-    """A tokenizer of single characters and of these special tokens, the first of which is its end of text."""
-    characters = [chr(code) for code in range(32, 127)] + ["\n"] * ("\n" not in special)
-    vocabulary = {token: i for i, token in enumerate(["<pad>", "<unk>", *special, *characters])}
-    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
-    backend.decoder = tokenizers.decoders.Fuse()
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token="<pad>",
-        unk_token="<unk>",
-        eos_token=special[0],
-        additional_special_tokens=special[1:],
-    )
-    tokenizer.chat_template = template
-    return tokenizer
-
-
-def make_folder(folder, tokenizer, **settings):
-    """A folder with a random Llama whose only stop token is the tokenizer's end of text, and that tokenizer."""
-    torch.manual_seed(0)
-    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
-    config = transformers.LlamaConfig(**SIZES, num_key_value_heads=1, vocab_size=len(tokenizer), **ids, **settings)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.fixture(params=FORMS)

@@ -8,8 +8,7 @@ from collections import Counter
 
 import pytest
 from bad_inputs import assistant, user
-from test_data import ALTERNATING, TEMPLATE, word_tokenizer, write_rows
-from tiny import ROOT, TINY, parse, read_jsonl
+from tiny import ALTERNATING, ROOT, TEMPLATE, TINY, parse, read_jsonl, word_tokenizer, write_rows
 
 import ppo_rlhf
 import reward_model
@@ -265,7 +264,7 @@ def test_a_step_of_ppo_on_the_prompts_of_hh_dialogues(tmp_path, monkeypatch, cap
     assert lines[1]["optim/grad_norm"] > 0
     printed = capsys.readouterr().out
     assert f"\n52 training rows of {HH}, split train, dropped: " in printed
-    for reason in ("'too long': 4", "\"without a user's turn at its end\": 2", "'with a held-out prompt': 2"):
+    for reason in ("'too long': 4", '"without a user\'s turn at its end": 2', "'with a held-out prompt': 2"):
         assert reason in printed
 
 

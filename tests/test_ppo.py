@@ -4,10 +4,19 @@ import math
 
 import pytest
 import torch
+from helpers import (
+    CLIP_CASES,
+    COMPLETIONS,
+    MAX_LENGTH,
+    PROMPTS,
+    TEMPERATURE,
+    VOCAB_SIZE,
+    exact_logprobs,
+    gradient_of,
+    read_oracle,
+    tensor,
+)
 from preference_ranks import INPUTS, PAIRS, build_actor_critic, build_scorer, make_ppo_batch
-from test_family import CLIP_CASES
-from test_gradients import COMPLETIONS, MAX_LENGTH, PROMPTS, TEMPERATURE, VOCAB_SIZE, exact_logprobs, gradient_of
-from test_losses import read_oracle, tensor
 from tiny import build_model, pad_right, relative_error
 
 import ppo_rlhf

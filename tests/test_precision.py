@@ -7,12 +7,13 @@ import pytest
 import torch
 import transformers
 from tiny import (
-    ROOT,
+    CPU,
     SIZES,
     build_model,
     call_accumulate_gradients,
     make_args,
     make_batch,
+    make_main_args,
     parse,
     read_jsonl,
     relative_error,
@@ -27,7 +28,6 @@ import ppo_rlhf
 import sft
 
 pytestmark = pytest.mark.usefixtures("alone")
-CPU = torch.device("cpu")
 INPUTS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
 KINDS = {
     "llama": "llama",
@@ -175,21 +175,6 @@ def test_what_the_sampler_decodes_has_nearly_the_log_probabilities_of_the_policy
 
 
 # ---- models and runs
-
-
-def make_main_args(script, folder=None, **settings):
-    """Settings of a short run; what learns from a large file of rows gets a few of them, in the folder."""
-    sizes = {"num_steps": 4, "prompts_per_step": 4, "group_size": 4, "minibatch_size": 8, "max_completion_length": 24}
-    sizes |= {"eval_every": 2, "eval_prompts": 8, "save_every": 2, "warmup_steps": 0}
-    if script is ppo_rlhf:
-        sizes["minibatch_size"] = 4
-    files = {"sft": "addition/sft.jsonl"} | dict.fromkeys(("dpo", "reward_model"), "preferences/train.jsonl")
-    if folder and script.__name__ in files:
-        rows = (ROOT / "data" / files[script.__name__]).read_text().splitlines()[:64]
-        (folder / "rows.jsonl").write_text("\n".join(rows))
-        sizes["dataset"] = str(folder / "rows.jsonl")
-    given = sizes | {"learning_rate": 1e-3} | settings
-    return parse(script, **{name: value for name, value in given.items() if hasattr(script.Args, name)})
 
 
 class Stop(Exception):

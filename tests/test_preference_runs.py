@@ -8,10 +8,8 @@ from pathlib import Path
 import details
 import pytest
 import torch
-from processes import run_on_ranks
-from test_data import TEMPLATE, word_tokenizer
-from test_resume import compare_killed_and_resumed, logged
-from tiny import ROOT, TINY, exit_line, load_scorer, parse, shares_changed
+from processes import compare_killed_and_resumed, logged, run_on_ranks
+from tiny import ROOT, TEMPLATE, TINY, exit_line, load_scorer, parse, shares_changed, word_tokenizer
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 

@@ -6,12 +6,10 @@ import shutil
 import preference_ranks
 import pytest
 import torch
+from helpers import gradient_of, read_oracle, tensor
 from preference_ranks import NAMES, PAIRS, SHARES, build_scorer
 from processes import run_on_ranks
-from test_data import word_tokenizer
-from test_gradients import gradient_of
-from test_losses import read_oracle, tensor
-from tiny import PAD_ID, TINY, build_model, edit_json, load_scorer, pad_right, relative_error
+from tiny import PAD_ID, TINY, build_model, edit_json, load_scorer, pad_right, relative_error, word_tokenizer
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import dpo

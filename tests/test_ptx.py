@@ -3,8 +3,7 @@
 import pytest
 import torch
 from preference_ranks import TEXTS, build_actor_critic
-from test_data import write_rows
-from tiny import parse, read_jsonl, record, relative_error
+from tiny import parse, read_jsonl, record, relative_error, write_rows
 
 import ppo_rlhf
 

@@ -1,56 +1,17 @@
 """Completions come from a sampler μ that is not quite π_old: what the weights of policy_loss make of it, exactly."""
 
-import functools
 import inspect
 import math
 
 import pytest
 import torch
-from test_gradients import COMPLETIONS, MAX_LENGTH, PROMPTS, TEMPERATURE, VOCAB_SIZE, exact_logprobs, gradient_of
-from tiny import SCRIPTS, TINY, build_model, call_policy_loss, load, make_args, pad_right, parse, relative_error
+from helpers import MAX_LENGTH, PROMPTS, enumerate_completions, exact_logprobs, gradient_of
+from tiny import SCRIPTS, TINY, call_policy_loss, load, make_args, parse, relative_error
 
 import grpo
 import ppo_rlhf
 
 WEIGHTED = SCRIPTS | {"ppo_rlhf": ppo_rlhf}
-
-
-def perturbed(scale, seed):
-    model = build_model("llama", vocab_size=VOCAB_SIZE)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(scale * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-    return model
-
-
-@functools.cache
-def enumerate_completions(seed):
-    """{longest: what policy_loss takes for every completion of every prompt, at a policy that has left π_old, with the
-    exact probability of each under π_old and under μ, made by the seed}; longest 1 allows one token.
-    """
-    policy, old, mu, ref = (perturbed(*how) for how in ((0.0, 0), (0.01, 1), (0.03, seed), (0.05, 3)))
-    found = {"model": policy}
-    for longest in (1, MAX_LENGTH):
-        completions = [[token] for token in range(VOCAB_SIZE)] if longest == 1 else COMPLETIONS
-        ids, mask = pad_right(completions * len(PROMPTS), longest)
-        prompts = grpo.pad_left([{"prompt_ids": prompt} for prompt in PROMPTS for _ in completions], "cpu")
-        logprobs, *others = (
-            grpo.token_logprobs(model, *prompts, ids, mask, TEMPERATURE)[0] for model in (policy, old, mu, ref)
-        )
-        old_logprobs, sampler_logprobs, ref_logprobs = (other.detach() for other in others)
-        row = torch.arange(len(ids))
-        found[longest] = {
-            "logprobs": logprobs,
-            "old_logprobs": old_logprobs,
-            "sampler_logprobs": sampler_logprobs,
-            "ref_logprobs": ref_logprobs,
-            "completion_mask": mask,
-            "advantages": ((ids.sum(1) * 7 + row) % 5).double() - 2.0,
-            "old": (old_logprobs * mask).sum(1).exp(),
-            "mu": (sampler_logprobs * mask).sum(1).exp(),
-        }
-    return found
 
 
 def expected_gradient(script, cases, longest, drawn_from, cap=math.inf, **replaced):

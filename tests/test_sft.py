@@ -6,9 +6,8 @@ import math
 import pytest
 import torch
 from bad_inputs import assistant, user
-from test_data import write_rows
-from test_models import FORMS, make_folder, make_tokenizer
-from tiny import ROOT, TINY, load, parse, read_jsonl, write_jsonl
+from helpers import train
+from tiny import FORMS, ROOT, TINY, load, make_folder, make_tokenizer, parse, read_jsonl, write_jsonl, write_rows
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -268,3 +267,17 @@ def test_gsm8k_is_trained_on_its_answers_as_they_stand(tmp_path, monkeypatch):
     texts = {tokenizer.decode(row["completion_ids"]) for row in seen}
     assert texts < {row["answer"] + "<|im_end|>" for row in rows} and len(texts) == 7
     assert any("<<" in text and "\n#### " in text for text in texts)
+
+
+# ---- a short run
+
+
+@pytest.mark.slow
+def test_a_run_from_random_weights_learns(tmp_path):
+    run = tmp_path / "run"
+    sizes = {"num_steps": 30, "warmup_steps": 3, "eval_every": 30, "eval_prompts": 64, "save_every": 30}
+    lines = train(sft, run, **sizes)
+    assert lines[0]["eval/loss"] > 3
+    assert lines[-1]["eval/loss"] < 2.5
+    model = AutoModelForCausalLM.from_pretrained(run / "checkpoint")
+    assert model.config.model_type == "qwen3"

@@ -3,8 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from test_models import make_tokenizer
-from tiny import write_jsonl
+from tiny import make_tokenizer, write_jsonl
 
 import dpo
 import grpo

@@ -7,9 +7,20 @@ import json
 import sys
 from pathlib import Path
 
+import datasets
 import pytest
+import tokenizers
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, Qwen3Config
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
 
 import cispo
 import dapo
@@ -17,6 +28,7 @@ import dr_grpo
 import grpo
 import grpo_tools
 import gspo
+import ppo_rlhf
 import reinforce
 
 ROOT = Path(grpo.__file__).parent
@@ -187,3 +199,115 @@ def shares_changed(checkpoint):
 
 def relative_error(actual, expected):
     return ((actual - expected).norm() / expected.norm()).item()
+
+
+FORMS = {
+    "chatml": (
+        ["<|endoftext|>", "<|im_end|>", "<|im_start|>"],
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    ),
+    "llama 3": (
+        ["<|end_of_text|>", "<|eot_id|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"],
+        "<|begin_of_text|>{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+        "{{ m.content | trim }}<|eot_id|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
+    ),
+    "gemma": (
+        ["<eos>", "<end_of_turn>", "<bos>", "<start_of_turn>", "\n"],
+        "<bos>{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+        "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end_of_turn>\n"
+        "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
+    ),
+    "phi 3": (
+        ["<|endoftext|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"],
+        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}",
+    ),
+}
+
+
+def make_tokenizer(special, template):
+    """A tokenizer of single characters and of these special tokens, the first of which is its end of text."""
+    characters = [chr(code) for code in range(32, 127)] + ["\n"] * ("\n" not in special)
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<unk>", *special, *characters])}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
+    backend.decoder = tokenizers.decoders.Fuse()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        unk_token="<unk>",
+        eos_token=special[0],
+        additional_special_tokens=special[1:],
+    )
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def make_folder(folder, tokenizer, **settings):
+    """A folder with a random Llama whose only stop token is the tokenizer's end of text, and that tokenizer."""
+    torch.manual_seed(0)
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    config = transformers.LlamaConfig(**SIZES, num_key_value_heads=1, vocab_size=len(tokenizer), **ids, **settings)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
+    "{% if add_generation_prompt %}assistant{% endif %}"
+)
+
+
+def word_tokenizer(chat_template):
+    """A tokenizer of words that puts a BOS in front of every text."""
+    words = "<bos> <unk> user assistant system be brief one two three four".split()
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    inner.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<bos>", unk_token="<unk>")
+    wrapped.chat_template = chat_template
+    return wrapped
+
+
+def write_rows(path, rows):
+    """Write rows in the format of the path's suffix."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".csv":
+        datasets.Dataset.from_list(rows).to_csv(path)
+    elif path.suffix == ".parquet":
+        datasets.Dataset.from_list(rows).to_parquet(path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        write_jsonl(path, rows)
+    return str(path)
+
+
+ALTERNATING = (  # as Gemma's and Mistral's
+    "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
+    "{% if add_generation_prompt %}assistant{% endif %}"
+)
+
+
+CPU = torch.device("cpu")
+
+
+def make_main_args(script, folder=None, **settings):
+    """Settings of a short run; what learns from a large file of rows gets a few of them, in the folder."""
+    sizes = {"num_steps": 4, "prompts_per_step": 4, "group_size": 4, "minibatch_size": 8, "max_completion_length": 24}
+    sizes |= {"eval_every": 2, "eval_prompts": 8, "save_every": 2, "warmup_steps": 0}
+    if script is ppo_rlhf:
+        sizes["minibatch_size"] = 4
+    files = {"sft": "addition/sft.jsonl"} | dict.fromkeys(("dpo", "reward_model"), "preferences/train.jsonl")
+    if folder and script.__name__ in files:
+        rows = (ROOT / "data" / files[script.__name__]).read_text().splitlines()[:64]
+        (folder / "rows.jsonl").write_text("\n".join(rows))
+        sizes["dataset"] = str(folder / "rows.jsonl")
+    given = sizes | {"learning_rate": 1e-3} | settings
+    return parse(script, **{name: value for name, value in given.items() if hasattr(script.Args, name)})

@@ -1,13 +1,32 @@
 """grpo_process.py: steps in the text and among the tokens, their advantages by hand, and what main makes of them."""
 
 import itertools
+import math
 
 import pytest
 import tokenizers
 import torch
-from test_copies import definitions
-from test_losses import gradient_of, random_inputs, tensor
-from tiny import TINY, parse, read_jsonl, record
+from helpers import (
+    CLIP_CASES,
+    COUNTED_AS_CLIPPED,
+    TEMPERATURE,
+    WITHOUT_KL,
+    angle,
+    check_by_hand,
+    check_clip,
+    check_counted_as_clipped,
+    each_invariance,
+    enumerate_rows,
+    expected_gradient,
+    gradient_of,
+    gradient_over_lengths,
+    loss_gradient,
+    random_inputs,
+    tensor,
+    true_gradient,
+)
+from sync_copies import definitions
+from tiny import TINY, parse, read_jsonl, record, relative_error
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -207,7 +226,7 @@ def test_the_loss_is_that_of_grpo_whose_advantage_is_the_same_for_every_token():
         given = inputs | {"ref_logprobs": ref_logprobs, "clip_eps": 0.2, "kl_coef": kl_coef}
         expanded = given | {"advantages": inputs["advantages"].unsqueeze(1).expand_as(inputs["logprobs"])}
         results = [
-            gradient_of(lambda logprobs: script.policy_loss(**own | {"logprobs": logprobs}), inputs["logprobs"])  # noqa: B023
+            loss_gradient(lambda logprobs: script.policy_loss(**own | {"logprobs": logprobs}), inputs["logprobs"])  # noqa: B023
             for script, own in ((grpo, given), (grpo_process, expanded))
         ]
         assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
@@ -219,7 +238,7 @@ def test_every_token_has_its_own_advantage():
     logprobs = tensor([[-1.0, -2.0, -3.0, -4.0]])
     inputs = {"old_logprobs": logprobs - tensor([[1.5, 0.5, 1.0, 9.0]]).log(), "ref_logprobs": None}
     inputs |= {"advantages": tensor([[2.0, -1.0, 3.0, 5.0]]), "completion_mask": torch.tensor([[1, 1, 1, 0]])}
-    loss, gradient, metrics = gradient_of(
+    loss, gradient, metrics = loss_gradient(
         lambda logprobs: grpo_process.policy_loss(logprobs, **inputs, clip_eps=0.2, kl_coef=0.0), logprobs
     )
     assert loss.item() == pytest.approx((-2.4 + 0.8 - 3.0) / 3)
@@ -309,3 +328,70 @@ def test_groups_of_equal_steps_cost_no_pass(tmp_path, monkeypatch):
     assert seen[0][0]["live"].tolist() == [False] * 4 + [True] * 12
     assert sum(len(logprobs) for (logprobs, *_), _ in calls) == 12
     assert line["reward/mean"] == 0 and line["reward/zero_std"] == 1 and line["optim/grad_norm"] > 0
+
+
+# ---- the loss by hand, the exact gradient, and what does not matter
+
+# Two completions of three tokens with ratios 1.5, 2, 0.5 and 1.5, 0.5, 1; the last column is padding.
+RATIOS = tensor([[1.5, 2.0, 0.5, 9.0], [1.5, 0.5, 1.0, 9.0]])
+LOGPROBS = tensor([[-1.0, -2.0, -3.0, -4.0], [-0.5, -1.5, -2.5, -3.5]])
+INPUTS = {
+    "logprobs": LOGPROBS,
+    "old_logprobs": LOGPROBS - RATIOS.log(),
+    "advantages": tensor([2.0, -1.0]),
+    "completion_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 1, 0]]),
+} | WITHOUT_KL
+
+
+def test_loss_gradient_and_metrics_by_hand():
+    # Ratios are clipped to 0.8 .. 1.2; -min(r A, clip(r) A) for each token, then the mean over the three tokens.
+    loss = (-2.4 - 2.4 - 1.0 + 1.5 + 0.8 + 1.0) / 3
+    gradient = [[0.0, 0.0, -1 / 3, 0.0], [1.5 / 3, 0.0, 1 / 3, 0.0]]  # -r A where not clipped
+    # approx_kl is the sum over tokens of r - log r - 1.
+    kl = (0.5 - math.log(1.5)) + (1 - math.log(2)) + (math.log(2) - 0.5)
+    kl += (0.5 - math.log(1.5)) + (math.log(2) - 0.5) + 0
+    metrics = {"approx_kl": kl, "clip_fraction_low": 1, "clip_fraction_high": 2}
+    check_by_hand(grpo_process, INPUTS, loss, gradient, metrics)
+
+
+@pytest.mark.parametrize("advantage, ratio, gradient", CLIP_CASES)
+def test_where_the_clip_stops_the_gradient(advantage, ratio, gradient):
+    check_clip(grpo_process, advantage, ratio, gradient)
+
+
+@pytest.mark.parametrize("advantage, ratio, low, high", COUNTED_AS_CLIPPED)
+def test_what_counts_as_clipped(advantage, ratio, low, high):
+    check_counted_as_clipped(grpo_process, advantage, ratio, low, high)
+
+
+@each_invariance
+def test_what_does_not_matter(check):
+    check(grpo_process)
+
+
+def test_expected_gradient_divides_by_the_length():
+    found = expected_gradient(grpo_process, enumerate_rows()["advantages"])
+    assert relative_error(found, gradient_over_lengths()) < 1e-9
+    assert angle(found, true_gradient()) > 0.01  # so it is not the gradient of the expected reward
+
+
+def test_step_rewards_to_come_give_the_gradient_of_their_expected_sum():
+    """Every token is a step of reward 1 or -1. What was rewarded before a token is no matter of that token, so that it
+    drops out in expectation, and a token that had none of what comes would be missed.
+    """
+    rows = enumerate_rows()
+    signs = torch.where(rows["inputs"][2] % 2 == 0, 1.0, -1.0) * rows["mask"]  # (R, T)
+    steps = []
+    for own in ([int(sign) for sign in row if sign] for row in signs):
+        # Another completion makes the mean of the group 0 and its standard deviation that of three of each.
+        others = [1] * (3 - own.count(1)) + [-1] * (3 - own.count(-1))
+        steps += [list(enumerate(own, start=1)), [(1, sign) for sign in others]]
+    mask = rows["mask"].repeat_interleave(2, 0)
+    advantages = grpo_process.compute_advantages(steps, 2, mask)[::2] * ((6 / 5) ** 0.5 + 1e-4)  # (R, T)
+    weights = (rows["probabilities"].detach() * rows["lengths"]).unsqueeze(1)  # the loss divides by the length
+    logprobs = grpo_process.token_logprobs(rows["model"], *rows["inputs"], TEMPERATURE)[0]
+    loss, _ = grpo_process.policy_loss(
+        logprobs, logprobs.detach(), None, advantages * weights, rows["mask"], clip_eps=0.2, kl_coef=0.0
+    )
+    exact = gradient_of(rows["model"], (rows["probabilities"] * signs.sum(1)).sum())
+    assert relative_error(-gradient_of(rows["model"], loss), exact) < 1e-6

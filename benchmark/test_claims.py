@@ -8,7 +8,7 @@ import sys
 import claims
 import details
 import pytest
-from test_copies import ROOT
+from sync_copies import ROOT
 from tiny import load, parse
 
 import grpo

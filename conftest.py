@@ -10,13 +10,8 @@ os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1", "WANDB_MODE"
 os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 CACHE = tempfile.TemporaryDirectory()  # of data sets, which datasets asks for when it is imported
 os.environ["HF_DATASETS_CACHE"] = CACHE.name
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / name) for name in ("", "tools", "docs", "benchmark")]
-
-
-def pytest_xdist_auto_num_workers(config):
-    """Two processes for all tests; none of their own for files that are named."""
-    return 0 if any(".py" in name for name in config.args) else 2
+ROOT = Path(__file__).resolve().parent
+sys.path[:0] = [str(ROOT / name) for name in ("", "tests", "tools", "docs", "benchmark")]
 
 
 @pytest.fixture

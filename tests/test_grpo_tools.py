@@ -6,15 +6,30 @@ import re
 
 import pytest
 import torch
-from test_gradients import gradient_of
-from test_models import FORMS, make_folder, make_tokenizer
+from helpers import (
+    CLIP_CASES,
+    COUNTED_AS_CLIPPED,
+    WITHOUT_KL,
+    check_advantages,
+    check_advantages_of_others,
+    check_by_hand,
+    check_clip,
+    check_counted_as_clipped,
+    check_gradient_of_groups_of_two,
+    each_invariance,
+    gradient_of,
+    tensor,
+)
 from tiny import (
+    FORMS,
     TINY,
     build_model,
     call_accumulate_gradients,
     load,
     make_args,
     make_batch,
+    make_folder,
+    make_tokenizer,
     pad_right,
     parse,
     read_jsonl,
@@ -319,3 +334,54 @@ def test_rollouts_without_any_call_are_told_of(reply, monkeypatch, tmp_path, cap
     told = [text for text in capsys.readouterr().out.splitlines() if "tool_fn" in text]
     expected = "tool_fn replied to no completion, so that this step is plain GRPO"
     assert told == [f"step {step}: {expected}" for step in (1, 2)] * (reply == "")
+
+
+# ---- the loss by hand, advantages, and what does not matter
+
+# Two completions of three tokens with ratios 1.5, 2, 0.5 and 1.5, 0.5, 1; the last column is padding.
+RATIOS = tensor([[1.5, 2.0, 0.5, 9.0], [1.5, 0.5, 1.0, 9.0]])
+LOGPROBS = tensor([[-1.0, -2.0, -3.0, -4.0], [-0.5, -1.5, -2.5, -3.5]])
+INPUTS = {
+    "logprobs": LOGPROBS,
+    "old_logprobs": LOGPROBS - RATIOS.log(),
+    "advantages": tensor([2.0, -1.0]),
+    "completion_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 1, 0]]),
+} | WITHOUT_KL
+
+
+def test_loss_gradient_and_metrics_by_hand():
+    # Ratios are clipped to 0.8 .. 1.2; -min(r A, clip(r) A) for each token, then the mean over the three tokens.
+    loss = (-2.4 - 2.4 - 1.0 + 1.5 + 0.8 + 1.0) / 3
+    gradient = [[0.0, 0.0, -1 / 3, 0.0], [1.5 / 3, 0.0, 1 / 3, 0.0]]  # -r A where not clipped
+    # approx_kl is the sum over tokens of r - log r - 1.
+    kl = (0.5 - math.log(1.5)) + (1 - math.log(2)) + (math.log(2) - 0.5)
+    kl += (0.5 - math.log(1.5)) + (math.log(2) - 0.5) + 0
+    metrics = {"approx_kl": kl, "clip_fraction_low": 1, "clip_fraction_high": 2}
+    check_by_hand(grpo_tools, INPUTS, loss, gradient, metrics)
+
+
+@pytest.mark.parametrize("advantage, ratio, gradient", CLIP_CASES)
+def test_where_the_clip_stops_the_gradient(advantage, ratio, gradient):
+    check_clip(grpo_tools, advantage, ratio, gradient)
+
+
+@pytest.mark.parametrize("advantage, ratio, low, high", COUNTED_AS_CLIPPED)
+def test_what_counts_as_clipped(advantage, ratio, low, high):
+    check_counted_as_clipped(grpo_tools, advantage, ratio, low, high)
+
+
+@each_invariance
+def test_what_does_not_matter(check):
+    check(grpo_tools)
+
+
+def test_advantages_are_centred_and_0_without_a_difference():
+    check_advantages(grpo_tools, grpo_tools.compute_advantages)
+
+
+def test_advantages_are_those_of_trl():
+    check_advantages_of_others(grpo_tools.compute_advantages, "trl_group", rtol=1e-6)
+
+
+def test_expected_gradient_of_groups_of_two():
+    check_gradient_of_groups_of_two(grpo_tools, over_lengths=True)

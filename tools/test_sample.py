@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import sample
 import torch
-from test_models import FORMS, make_folder, make_tokenizer
-from tiny import ROOT, TINY, load, parse, read_jsonl, write_jsonl
+from tiny import FORMS, ROOT, TINY, load, make_folder, make_tokenizer, parse, read_jsonl, write_jsonl
 
 import dpo
 import grpo

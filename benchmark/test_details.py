@@ -5,7 +5,7 @@ from importlib import import_module
 
 import details
 import pytest
-from test_copies import ROOT
+from sync_copies import ROOT
 
 CASES = [(script, detail) for script, found in details.DETAILS.items() for detail in found]
 

@@ -5,8 +5,7 @@ import sys
 
 import pytest
 import torch
-from test_models import FORMS, make_folder, make_tokenizer
-from tiny import ROOT, load, parse, read_jsonl, write_jsonl
+from tiny import FORMS, ROOT, load, make_folder, make_tokenizer, parse, read_jsonl, write_jsonl
 from transformers import AutoTokenizer
 
 import dpo

@@ -10,9 +10,8 @@ import sys
 
 import pytest
 import torch
-from test_copies import MARKER
-from test_gradients import model, rows  # noqa: F401, fixtures that the page's test imports, too
-from test_losses import hand_inputs  # noqa: F401
+from helpers import WITHOUT_KL, random_inputs
+from sync_copies import MARKER
 from tiny import ROOT, build_model, load_module, make_args, make_batch, parse, read_jsonl, record, relative_error
 
 import cispo
@@ -69,7 +68,7 @@ def train(fork, folder):
     return lines, samples, divisors, tokens
 
 
-def failures(fork, **fixtures):
+def failures(fork):
     """The names of the page's tests, and those of them that this module fails where the page has its fork."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "my_cispo", fork)
@@ -78,7 +77,7 @@ def failures(fork, **fixtures):
     tests, failed = [name for name in names if name.startswith("test_")], []
     for name in tests:
         try:
-            names[name](**{key: fixtures[key] for key in inspect.signature(names[name]).parameters})
+            names[name]()
         except AssertionError:
             failed.append(name)
     return tests, failed
@@ -107,11 +106,11 @@ def test_cispo_trains_on_token_means_without_a_reference(forks, tmp_path):
     assert not any(key in lines[-1] for key in ("loss/kl", "policy/ref_kl", "policy/clip_fraction_low"))
 
 
-def test_the_fork_has_the_loss_and_the_gradient_of_cispo(forks, hand_inputs):  # noqa: F811
-    results = []
-    for script, settings in ((cispo, {"clip_eps_high": 0.2}), (forks["my_cispo"], {"clip_eps": 0.2, "kl_coef": 0.0})):
-        logprobs = hand_inputs["logprobs"].clone().requires_grad_()
-        given = hand_inputs | settings | {"logprobs": logprobs, "ref_logprobs": None}
+def test_the_fork_has_the_loss_and_the_gradient_of_cispo(forks):
+    inputs, results = random_inputs() | WITHOUT_KL, []
+    for script, settings in ((cispo, {"clip_eps_high": 0.2}), (forks["my_cispo"], {"clip_eps": 0.2})):
+        logprobs = inputs["logprobs"].clone().requires_grad_()
+        given = inputs | settings | {"logprobs": logprobs}
         names = inspect.signature(script.policy_loss).parameters
         loss, metrics = script.policy_loss(**{name: given[name] for name in names if name in given})
         loss.backward()
@@ -121,19 +120,18 @@ def test_the_fork_has_the_loss_and_the_gradient_of_cispo(forks, hand_inputs):  #
     assert cispo.compute_advantages(*TWO_GROUPS).tolist() == forks["my_cispo"].compute_advantages(*TWO_GROUPS).tolist()
 
 
-def test_the_test_of_the_page_passes_on_its_fork_and_fails_on_grpo(forks, model, rows, hand_inputs):  # noqa: F811
-    fixtures = {"model": model, "rows": rows, "hand_inputs": hand_inputs}
-    tests, failed = failures(forks["my_cispo"], **fixtures)
+def test_the_test_of_the_page_passes_on_its_fork_and_fails_on_grpo(forks):
+    tests, failed = failures(forks["my_cispo"])
     assert len(tests) == 2 and not failed
-    assert failures(grpo, **fixtures)[1] == tests
+    assert failures(grpo)[1] == tests
 
 
 @pytest.mark.usefixtures("alone")
 def test_entropies_have_the_gradient_of_plain_logits_in_the_fork_and_none_in_grpo(forks, tmp_path):
     """Of rows of advantage 0, without KL term: what is left is the bonus."""
-    fork, model = forks["my_entropy"], build_model("llama")  # noqa: F811
+    fork, model = forks["my_entropy"], build_model("llama")
     batch = make_batch(model)
-    batch["advantages"], rows = torch.zeros_like(batch["advantages"]), torch.arange(8)  # noqa: F811
+    batch["advantages"], rows = torch.zeros_like(batch["advantages"]), torch.arange(8)
     inputs = [batch[key] for key in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")]
     assert not grpo.token_logprobs(model, *inputs, 0.7)[1].requires_grad
     mean_entropies = []
@@ -151,8 +149,8 @@ def test_entropies_have_the_gradient_of_plain_logits_in_the_fork_and_none_in_grp
 
 
 @pytest.mark.parametrize("mistake", WRONG)
-def test_the_test_of_the_page_fails_on_a_wrong_loss(mistake, folder, tmp_path, model, rows, hand_inputs):  # noqa: F811
+def test_the_test_of_the_page_fails_on_a_wrong_loss(mistake, folder, tmp_path):
     source, (old, new) = (folder / "my_cispo.py").read_text(encoding="utf-8"), WRONG[mistake]
     assert source.count(old) == 1
     (tmp_path / "wrong.py").write_text(source.replace(old, new), encoding="utf-8")
-    assert failures(load_module(tmp_path / "wrong.py"), model=model, rows=rows, hand_inputs=hand_inputs)[1]
+    assert failures(load_module(tmp_path / "wrong.py"))[1]

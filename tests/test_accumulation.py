@@ -1,9 +1,8 @@
-"""Gradients of the scripts' own functions against exact ones, over every completion of a tiny model."""
-
-import itertools
+"""Gradients that are accumulated do not depend on microbatches, padding, the order of rows or the number of ranks."""
 
 import pytest
 import torch
+from helpers import MAX_LENGTH, PROMPTS, STOP_ID, TEMPERATURE, enumerate_rows, gradient_of, train
 from processes import run_on_ranks
 from tiny import (
     PAD_ID,
@@ -13,118 +12,29 @@ from tiny import (
     call_policy_loss,
     make_args,
     make_batch,
-    pad_right,
     relative_error,
 )
 from two_ranks import ARGS, CASES, SHARES, run, take
 
-import cispo
 import dapo
 import grpo
+import grpo_process
 import reinforce
 
 pytestmark = pytest.mark.usefixtures("alone")
-STOP_ID, VOCAB_SIZE, MAX_LENGTH, TEMPERATURE = 1, 5, 3, 0.7
-PROMPTS = [[2, 3], [4, STOP_ID, PAD_ID, 2]]
+# ---- what the exact gradients of helpers.py rest on
 
 
-def complete(prefix=()):
-    """Every completion: any id may be sampled, the pad id too, up to the stop id or the greatest length."""
-    for token in range(VOCAB_SIZE):
-        completion = [*prefix, token]
-        yield from [completion] if token == STOP_ID or len(completion) == MAX_LENGTH else complete(completion)
-
-
-COMPLETIONS = list(complete())
-
-
-def exact_logprobs(model):
-    """Log-probabilities of every token (R, T) and of every id in its place (R, T, V), from plain logits.
-
-    R rows are every completion of every prompt; there is no padding but what a causal model does not see.
-    """
-    completion_ids, _ = pad_right(COMPLETIONS, MAX_LENGTH)
-    distributions = []
-    for prompt in PROMPTS:
-        ids = torch.cat([torch.tensor([prompt] * len(COMPLETIONS)), completion_ids], 1)
-        logprobs = (model(ids).logits / TEMPERATURE).log_softmax(-1)
-        distributions.append(logprobs[:, len(prompt) - 1 : -1])
-    distributions = torch.cat(distributions)
-    completion_ids = completion_ids.repeat(len(PROMPTS), 1)
-    return distributions.gather(2, completion_ids.unsqueeze(2)).squeeze(2), distributions
-
-
-def gradient_of(model, objective):
-    gradients = torch.autograd.grad(objective, list(model.parameters()), retain_graph=True)
-    return torch.cat([gradient.flatten() for gradient in gradients])
-
-
-@pytest.fixture(scope="module")
-def model():
-    return build_model("llama", vocab_size=VOCAB_SIZE)
-
-
-@pytest.fixture(scope="module")
-def rows(model):
-    """Every completion of every prompt, padded as in a rollout, with its exact probability (with graph) and reward."""
-    prompts = [prompt for prompt in PROMPTS for _ in COMPLETIONS]
-    completions = COMPLETIONS * len(PROMPTS)
-    padded = grpo.pad_left([{"prompt_ids": prompt} for prompt in prompts], "cpu")
-    inputs = *padded, *pad_right(completions, MAX_LENGTH)
-    logprobs, distributions = exact_logprobs(model)
-    probabilities = (logprobs * inputs[3]).sum(1).exp()
-    rewards = torch.tensor([(sum(c) + len(c) + p[0]) % 3 for p, c in zip(prompts, completions)]).double()
-    mean_rewards = (probabilities.detach() * rewards).view(len(PROMPTS), -1).sum(1)
-    return {
-        "inputs": inputs,
-        "mask": inputs[3],
-        "lengths": inputs[3].sum(1),
-        "logprobs": logprobs,
-        "distributions": distributions,
-        "probabilities": probabilities,
-        "rewards": rewards,
-        "advantages": rewards - mean_rewards.repeat_interleave(len(COMPLETIONS)),
-    }
-
-
-# ---- exact gradients
-
-
-def test_what_is_enumerated_is_all_that_generate_samples(model, rows):
+def test_what_is_enumerated_is_all_that_generate_samples():
+    rows = enumerate_rows()
     sums = rows["probabilities"].view(len(PROMPTS), -1).sum(1)
     torch.testing.assert_close(sums, torch.ones(len(PROMPTS)).double(), rtol=1e-12, atol=0)
     torch.manual_seed(0)
     prompt_ids, prompt_mask, *completions = rows["inputs"]
     enumerated = {str(row) for row in torch.cat(completions, 1).tolist()}
-    sampled = grpo.generate(model, prompt_ids, prompt_mask, MAX_LENGTH, TEMPERATURE, [STOP_ID], PAD_ID)
+    sampled = grpo.generate(rows["model"], prompt_ids, prompt_mask, MAX_LENGTH, TEMPERATURE, [STOP_ID], PAD_ID)
     sampled = {str(row) for row in torch.cat(sampled, 1).tolist()}
     assert sampled <= enumerated and len(sampled) > 10
-
-
-@pytest.mark.parametrize("name", ["grpo", "gspo", "dapo", "cispo"])
-def test_expected_gradient_of_groups_of_two_is_exact(model, rows, name):
-    """Over all pairs of completions: an advantage is d/2 / (|d| / √2 + 1e-4), with d the difference of rewards.
-
-    GSPO has the same gradient as GRPO at ratio 1, DAPO and CISPO that of a sum over tokens.
-    """
-    script = SCRIPTS[name]
-    probabilities = rows["probabilities"].view(len(PROMPTS), -1)
-    rewards = rows["rewards"].view(len(PROMPTS), -1)
-    difference = rewards[:, :, None] - rewards[:, None]  # (prompts, N, N)
-    advantages = difference / 2 / (difference.abs() / 2**0.5 + 1e-4)
-    mean_advantages = (probabilities.detach()[:, None] * advantages).sum(2)  # (prompts, N), over the other completion
-    lengths = 1 if script in (dapo, cispo) else rows["lengths"].view(len(PROMPTS), -1)
-    exact = gradient_of(model, 2 * (probabilities * mean_advantages / lengths).sum())
-
-    places = torch.arange(rewards.numel()).view(len(PROMPTS), -1).tolist()
-    pairs = torch.tensor([pair for share in places for pair in itertools.product(share, share)])  # (pairs, 2)
-    weights = rows["probabilities"].detach()[pairs].prod(1).repeat_interleave(2)
-    pairs = pairs.view(-1)
-    logprobs = script.token_logprobs(model, *rows["inputs"], TEMPERATURE)[0][pairs]
-    inputs = {"logprobs": logprobs, "old_logprobs": logprobs.detach(), "ref_logprobs": None}
-    inputs |= {"advantages": weights * script.compute_advantages(rows["rewards"][pairs], 2)}
-    loss, _ = call_policy_loss(script, make_args(script), **inputs, completion_mask=rows["mask"][pairs])
-    assert relative_error(gradient_of(model, loss), -exact) < 1e-9
 
 
 # ---- gradients that are accumulated, whatever the microbatches, padding and order
@@ -278,3 +188,21 @@ def test_two_ranks_look_up_the_log_probabilities_of_one(results, case, tolerance
         torch.testing.assert_close(
             found, expected, rtol=max(1e-5, tolerance), atol=max(1e-6, tolerance), check_dtype=False
         )
+
+
+# ---- the same for whole steps of main
+
+SIZES = {"prompts_per_step": 4, "group_size": 4, "minibatch_size": 8, "eval_prompts": 0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [grpo, reinforce, dapo, grpo_process])
+def test_training_does_not_depend_on_the_microbatch_budget(script, tmp_path):
+    runs = {"small": 64, "large": 100_000}
+    small, large = (
+        train(script, tmp_path / run, num_steps=1, seed=2, microbatch_tokens=runs[run], **SIZES)[0] for run in runs
+    )
+    assert small["optim/grad_norm"] > 0 and small.keys() == large.keys()
+    for key in small:
+        if not key.startswith("perf/"):
+            assert small[key] == pytest.approx(large[key], rel=1e-3, abs=1e-5), key

@@ -11,9 +11,8 @@ import claims
 import forks as benchmark
 import pytest
 import torch
-from test_copies import MARKER
-from test_gradients import TEMPERATURE, VOCAB_SIZE, gradient_of, model, rows  # noqa: F401, the last two are fixtures
-from test_losses import read_oracle, tensor
+from helpers import TEMPERATURE, VOCAB_SIZE, enumerate_rows, gradient_of, read_oracle, tensor
+from sync_copies import MARKER
 from tiny import ROOT, build_model, load_module, parse, read_jsonl, record, relative_error, write_jsonl
 
 import dpo
@@ -28,6 +27,16 @@ ONE_LINE = {  # {fork of one line: (what is replaced in grpo.py, by what)}
     for name, old, new in re.findall(r"^- \*\*(.+?)\*\*.*\n +`(.+)`\n +becomes `(.+)`", INTRODUCTION, re.M)
 }
 each_fork = pytest.mark.parametrize("name", SCRIPTS)
+
+
+@pytest.fixture
+def rows():
+    return enumerate_rows()
+
+
+@pytest.fixture
+def model(rows):
+    return rows["model"]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +64,7 @@ def forks(folder):
 # ---- losses by hand and exact gradients; what is not asked for fails on the wrong versions below
 
 
-def check_maxrl(fork, model, rows):  # noqa: F811
+def check_maxrl(fork, model, rows):
     """One right of four, three, none and all; over all groups of three it is log p to the order two."""
     rewards = tensor([1, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1, 1])
     expected = tensor([3, -1, -1, -1, 1 / 3, 1 / 3, 1 / 3, -1, 0, 0, 0, 0, 0, 0, 0, 0])
@@ -76,7 +85,7 @@ def check_maxrl(fork, model, rows):  # noqa: F811
     assert relative_error(gradient_of(model, loss), -exact) < 1e-9
 
 
-def check_dppo(fork, model, rows):  # noqa: F811
+def check_dppo(fork, model, rows):
     """Of six tokens that moved the third goes back, the fifth by little; the second and the fourth are outside."""
     new = tensor([[0.3, 0.5, 0.3, 0.9], [0.3, 0.005, 0.6, 0.9]])
     old = tensor([[0.2, 0.2, 0.6, 0.1], [0.5, 0.010, 0.3, 0.1]])  # the last column is padding
@@ -96,7 +105,7 @@ def check_dppo(fork, model, rows):  # noqa: F811
     assert relative_error(gradient_of(model, loss), -exact) < 1e-9
 
 
-def check_opd(fork, model, rows):  # noqa: F811
+def check_opd(fork, model, rows):
     """Ratios 1.5, 0.5 and 2; over all completions it is the reverse KL of every prefix that the student writes."""
     logprobs, mask = tensor([[-1.0, -2.0, -9.0], [-3.0, -9.0, -9.0]]), torch.tensor([[1, 1, 0], [1, 0, 0]])
     advantages = fork.compute_advantages(logprobs, tensor([[-0.5, -4.0, math.nan], [-1.0, math.inf, 0.0]]), mask)
@@ -121,7 +130,7 @@ def check_opd(fork, model, rows):  # noqa: F811
     assert relative_error(gradient_of(model, loss), exact) < 1e-9
 
 
-def next_logprobs(model, row):  # noqa: F811
+def next_logprobs(model, row):
     """The distribution before each token of a completion (n, V), from plain logits."""
     prompt_ids, prompt_mask, completion_ids, completion_mask = row
     prompt = prompt_ids[prompt_mask.bool()]
@@ -226,12 +235,12 @@ WRONG = {  # {fork: {mistake in its loss: (what is replaced, by what)}}
 
 
 @each_fork
-def test_loss_by_hand_and_exact_gradient(name, forks, model, rows):  # noqa: F811
+def test_loss_by_hand_and_exact_gradient(name, forks, model, rows):
     CHECKS[name](forks[name], model, rows)
 
 
 @pytest.mark.parametrize("name, mistake", [(name, mistake) for name in WRONG for mistake in WRONG[name]])
-def test_a_wrong_loss_is_caught(name, mistake, folder, tmp_path, model, rows):  # noqa: F811
+def test_a_wrong_loss_is_caught(name, mistake, folder, tmp_path, model, rows):
     source, (old, new) = (folder / f"my_{name}.py").read_text(encoding="utf-8"), WRONG[name][mistake]
     assert source.count(old) == 1
     (tmp_path / "wrong.py").write_text(source.replace(old, new), encoding="utf-8")
@@ -240,7 +249,7 @@ def test_a_wrong_loss_is_caught(name, mistake, folder, tmp_path, model, rows):  
 
 
 @pytest.mark.parametrize("name", ["maxrl", "dppo", "ipo"])
-def test_the_script_that_is_forked_has_another_loss(name, model, rows):  # noqa: F811
+def test_the_script_that_is_forked_has_another_loss(name, model, rows):
     with pytest.raises(AssertionError):
         CHECKS[name](SCRIPTS[name], model, rows)
 
