@@ -354,7 +354,7 @@ def test_the_command_line_refuses_rows_without_tests_and_trains_on_the_reward(tm
         batch, texts = sample(*args)
         return batch, [programs[number % 2] for number in range(len(texts))]
 
-    for name in ("is_right", "read_prompt", "reward_fn", "score_completions"):
+    for name in ("is_right", "parse_gold", "read_prompt", "reward_fn", "score_completions"):
         monkeypatch.setattr(grpo, name, getattr(grpo, name))
     monkeypatch.setattr(grpo, "sample_completions", sample_completions)
     monkeypatch.setattr(sys, "path", [*sys.path])

@@ -1,4 +1,4 @@
-"""Scripted sampling for test_dapo.py; on two ranks, training in which ranks find signal in different rounds."""
+"""Scripted sampling for test_dynamic_sampling.py; on two ranks, training whose ranks find signal in different rounds."""
 
 import os
 import sys
@@ -27,7 +27,7 @@ def write_prompts(path, count):
 def read_prompts(dataset):
     """The prompts that main trains on, in the order of the file."""
     _, tokenizer = load(dapo, TINY)
-    rows, _ = dapo.load_splits(dataset, 0)
+    _, (_, _, rows) = dapo.load_splits(dataset, 0)
     args = parse(dapo, dataset=dataset)
     return [prompt for row in rows for prompt in dapo.read_prompt(row, tokenizer, args)]
 
