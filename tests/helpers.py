@@ -11,6 +11,7 @@ import pytest
 import torch
 from tiny import PAD_ID, build_model, pad_right, parse, read_jsonl, relative_error, shares_changed
 
+import dpo
 import grpo
 import grpo_process
 import reinforce
@@ -250,6 +251,29 @@ def check_advantages(script, compute_advantages):
         assert advantages[:8].tolist() == [0.0] * 8 and (advantages[8:] != 0).all()
         inputs = random_inputs(dtype=dtype) | WITHOUT_KL | {"advantages": advantages[:6]}
         assert (loss_and_gradient(script, inputs)[1] == 0).all()
+
+
+# ---- losses of pairs
+
+
+def pair_results(script, inputs, **settings):
+    """Loss, gradients of its first two inputs and metrics."""
+    inputs = [x.detach().clone() for x in inputs]
+    for x in inputs[:2]:
+        x.requires_grad_()
+    settings = {"beta": 0.5, "label_smoothing": 0.0, **settings} if script is dpo else {}
+    loss, metrics = script.preference_loss(*inputs, **settings)
+    loss.backward()
+    return loss.detach(), inputs[0].grad, inputs[1].grad, metrics
+
+
+def random_pairs(script, dtype=torch.float64):
+    inputs = 3 * torch.randn(4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return list(inputs[: 4 if script is dpo else 2].to(dtype))
+
+
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x))
 
 
 # ---- exact gradients, over every completion of a tiny model

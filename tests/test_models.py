@@ -8,14 +8,15 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from bad_inputs import adapters, cut, remove, weights
 from safetensors.torch import load_file
 from tiny import (
     FORMS,
     ROOT,
     SIZES,
     TINY,
+    adapters,
     build_model,
+    cut,
     edit_json,
     load,
     load_scorer,
@@ -25,6 +26,8 @@ from tiny import (
     make_tokenizer,
     pad_right,
     parse,
+    remove,
+    weights,
     write_jsonl,
 )
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer

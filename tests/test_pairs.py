@@ -7,8 +7,7 @@ import re
 from collections import Counter
 
 import pytest
-from bad_inputs import assistant, user
-from tiny import ALTERNATING, ROOT, TEMPLATE, TINY, parse, read_jsonl, word_tokenizer, write_rows
+from tiny import ALTERNATING, ROOT, TEMPLATE, TINY, assistant, parse, read_jsonl, user, word_tokenizer, write_rows
 
 import ppo_rlhf
 import reward_model

@@ -1,12 +1,11 @@
-"""The losses of reward_model and dpo, the scores, and the gradients of both (and of ppo_rlhf) over two ranks."""
+"""Scores, and the gradients of both (and of ppo_rlhf) over two ranks."""
 
-import math
 import shutil
 
 import preference_ranks
 import pytest
 import torch
-from helpers import gradient_of, read_oracle, tensor
+from helpers import gradient_of, tensor
 from preference_ranks import NAMES, PAIRS, SHARES, build_scorer
 from processes import run_on_ranks
 from tiny import PAD_ID, TINY, build_model, edit_json, load_scorer, pad_right, relative_error, word_tokenizer
@@ -26,141 +25,6 @@ def group():
     dpo.init_ranks()
     yield
     torch.distributed.destroy_process_group()
-
-
-def results_of(script, inputs, **settings):
-    """Loss, gradients of its first two inputs and metrics."""
-    inputs = [x.detach().clone() for x in inputs]
-    for x in inputs[:2]:
-        x.requires_grad_()
-    settings = {"beta": 0.5, "label_smoothing": 0.0, **settings} if script is dpo else {}
-    loss, metrics = script.preference_loss(*inputs, **settings)
-    loss.backward()
-    return loss.detach(), inputs[0].grad, inputs[1].grad, metrics
-
-
-def random_inputs(script, dtype=torch.float64):
-    inputs = 3 * torch.randn(4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    return list(inputs[: 4 if script is dpo else 2].to(dtype))
-
-
-# ---- the losses by hand
-
-
-def sigmoid(x):
-    return 1 / (1 + math.exp(-x))
-
-
-def test_reward_model_loss_by_hand():
-    loss, chosen, rejected, metrics = results_of(reward_model, (tensor([1.0, 0.5, 2.0]), tensor([0.0, 1.0, 2.0])))
-    expected = math.log(1 + math.exp(-1)) + math.log(1 + math.exp(0.5)) + math.log(2)
-    assert loss.item() == pytest.approx(expected, rel=1e-12)
-    gradient = tensor([sigmoid(-1), sigmoid(0.5), 0.5])
-    torch.testing.assert_close((chosen, rejected), (-gradient, gradient), rtol=1e-12, atol=0)
-    expected = {"loss/preference": expected, "pair/accuracy": 1, "pair/margin": 0.5}
-    expected |= {"pair/chosen_score": 3.5, "pair/rejected_score": 3.0}
-    assert {key: value.item() for key, value in metrics.items()} == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_dpo_loss_by_hand(smoothing):
-    """h is 1 and -3, β is 0.5."""
-    inputs = [tensor(x) for x in ([-3.0, -5.0], [-4.0, -4.0], [-4.0, -4.0], [-4.0, -6.0])]
-    loss, chosen, rejected, metrics = results_of(dpo, inputs, label_smoothing=smoothing)
-    right = math.log(1 + math.exp(-0.5)) + math.log(1 + math.exp(1.5))
-    wrong = math.log(1 + math.exp(0.5)) + math.log(1 + math.exp(-1.5))
-    expected = (1 - smoothing) * right + smoothing * wrong
-    assert loss.item() == pytest.approx(expected, rel=1e-12)
-    gradient = [0.5 * ((1 - smoothing) * sigmoid(-m) - smoothing * sigmoid(m)) for m in (0.5, -1.5)]
-    torch.testing.assert_close((chosen, rejected), (-tensor(gradient), tensor(gradient)), rtol=1e-12, atol=0)
-    expected = {"loss/preference": expected, "pair/accuracy": 1, "pair/margin": -1.0}
-    expected |= {"pair/chosen_reward": 0.0, "pair/rejected_reward": 1.0}
-    expected |= {"pair/chosen_log_ratio": 0.0, "pair/rejected_log_ratio": 2.0}
-    assert {key: value.item() for key, value in metrics.items()} == pytest.approx(expected, rel=1e-12)
-
-
-# ---- against other people's code
-
-
-def test_reward_model_loss_is_that_of_trl():
-    [case] = [case for case in read_oracle("rm_trl") if case["config"]["center_rewards_coefficient"] is None]
-    loss, chosen, rejected, metrics = results_of(reward_model, tensor(case["inputs"]["scores"]).chunk(2))
-    count = len(chosen)
-    assert (loss / count).item() == pytest.approx(case["outputs"]["loss"], rel=1e-9)
-    gradient = torch.cat([chosen, rejected]) / count
-    torch.testing.assert_close(gradient, tensor(case["outputs"]["grad_scores"]), rtol=1e-9, atol=1e-12)
-    for name in ("accuracy", "margin"):
-        assert (metrics[f"pair/{name}"] / count).item() == pytest.approx(case["outputs"]["metrics"][name], rel=1e-9)
-
-
-DPO_CASES = [case for case in read_oracle("dpo_eric_mitchell") if not case["config"]["ipo"]]  # IPO is another loss
-assert {case["config"]["label_smoothing"] for case in DPO_CASES} == {0.0, 0.1}
-
-
-@pytest.mark.parametrize("case", DPO_CASES, ids=lambda case: case["name"])
-def test_dpo_loss_is_that_of_its_authors(case):
-    names = [f"{model}_{kind}_logps" for model in ("policy", "reference") for kind in KINDS]
-    inputs, outputs, config = [tensor(case["inputs"][name]) for name in names], case["outputs"], case["config"]
-    settings = {"beta": config["beta"], "label_smoothing": config["label_smoothing"]}
-    loss, chosen, rejected, metrics = results_of(dpo, inputs, **settings)
-    count = len(chosen)
-    assert (loss / count).item() == pytest.approx(outputs["loss"], rel=1e-9)
-    torch.testing.assert_close(chosen / count, tensor(outputs["grad_chosen"]), rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(rejected / count, tensor(outputs["grad_rejected"]), rtol=1e-9, atol=1e-12)
-    for kind in KINDS:
-        assert metrics[f"pair/{kind}_reward"].item() == pytest.approx(sum(outputs[f"{kind}_rewards"]), rel=1e-9)
-    for i in range(count):
-        alone, *_ = results_of(dpo, [x[i : i + 1] for x in inputs], **settings)
-        assert alone.item() == pytest.approx(outputs["losses"][i], rel=1e-9)
-
-
-@pytest.mark.parametrize("case", read_oracle("dpo_trl"), ids=lambda case: case["name"])
-def test_dpo_loss_is_that_of_trl(case):
-    """Of log-probabilities of tokens, which are summed over the completion."""
-    assert case["config"]["loss_type"] == "sigmoid" and case["config"]["label_smoothing"] == 0
-    logprobs, ref_logprobs, mask = (tensor(case["inputs"][key]) for key in ("logp", "ref_logp", "mask"))
-    logprobs.requires_grad_()
-    sums = [part for x in (logprobs, ref_logprobs) for part in (x * mask).sum(1).chunk(2)]
-    loss, metrics = dpo.preference_loss(*sums, case["config"]["beta"], 0.0)
-    count, expected = len(sums[0]), case["outputs"]["metrics"]
-    (loss / count).backward()
-    assert (loss / count).item() == pytest.approx(case["outputs"]["loss"], rel=1e-9)
-    torch.testing.assert_close(logprobs.grad, tensor(case["outputs"]["grad_logp"]), rtol=1e-9, atol=1e-12)
-    for ours, theirs in (("chosen_reward", "chosen"), ("rejected_reward", "rejected"), ("margin", "margins")):
-        assert (metrics[f"pair/{ours}"] / count).item() == pytest.approx(expected[f"rewards/{theirs}"], rel=1e-9)
-    assert (metrics["pair/accuracy"] / count).item() == pytest.approx(expected["rewards/accuracies"], rel=1e-6)
-
-
-# ---- identities
-
-
-def test_policy_that_is_the_reference_has_log_2():
-    chosen, rejected, *_ = random_inputs(dpo)
-    loss, chosen_gradient, rejected_gradient, metrics = results_of(dpo, [chosen, rejected] * 2, beta=0.3)
-    assert loss.item() == pytest.approx(6 * math.log(2), rel=1e-12)
-    assert chosen_gradient.tolist() == pytest.approx([-0.15] * 6)
-    assert rejected_gradient.tolist() == pytest.approx([0.15] * 6)
-    assert metrics["pair/accuracy"] == 0 and metrics["pair/margin"] == 0
-
-
-def test_dpo_is_the_reward_model_of_its_implied_rewards():
-    chosen, rejected, ref_chosen, ref_rejected = inputs = random_inputs(dpo)
-    loss, chosen_gradient, *_ = results_of(dpo, inputs, beta=0.3)
-    expected = results_of(reward_model, (0.3 * (chosen - ref_chosen), 0.3 * (rejected - ref_rejected)))
-    torch.testing.assert_close((loss, chosen_gradient), (expected[0], 0.3 * expected[1]))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@each_script
-def test_extreme_margins_stay_finite_and_float32_agrees(script, dtype):
-    """A margin of 900, and of -900: the loss is 0, and 900."""
-    inputs = [tensor([900.0, -900.0], dtype), *[tensor([0.0, 0.0], dtype)] * (3 if script is dpo else 1)]
-    loss, chosen, rejected, _ = results_of(script, inputs, beta=1.0)
-    assert loss.item() == 900 and loss.dtype == dtype
-    assert chosen.tolist() == [0.0, -1.0] and rejected.tolist() == [0.0, 1.0]
-    actual, expected = (results_of(script, random_inputs(script, used)) for used in (dtype, torch.float64))
-    assert actual[0].dtype == actual[1].dtype == dtype
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5, check_dtype=False)
 
 
 # ---- scores

@@ -5,9 +5,21 @@ import math
 
 import pytest
 import torch
-from bad_inputs import assistant, user
 from helpers import train
-from tiny import FORMS, ROOT, TINY, load, make_folder, make_tokenizer, parse, read_jsonl, write_jsonl, write_rows
+from tiny import (
+    FORMS,
+    ROOT,
+    TINY,
+    assistant,
+    load,
+    make_folder,
+    make_tokenizer,
+    parse,
+    read_jsonl,
+    user,
+    write_jsonl,
+    write_rows,
+)
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 

@@ -311,3 +311,38 @@ def make_main_args(script, folder=None, **settings):
         sizes["dataset"] = str(folder / "rows.jsonl")
     given = sizes | {"learning_rate": 1e-3} | settings
     return parse(script, **{name: value for name, value in given.items() if hasattr(script.Args, name)})
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text):
+    return {"role": "assistant", "content": text}
+
+
+def weights(word, change):
+    """A damage of those weights that have the word in their names; where change gives None they are dropped."""
+
+    def damage(folder):
+        from safetensors.torch import load_file, save_file
+
+        found = load_file(folder / "model.safetensors")
+        found |= {name: change(value.clone()) for name, value in found.items() if word in name}
+        found = {name: value for name, value in found.items() if value is not None}
+        save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return damage
+
+
+def cut(name, size):
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:size])
+
+
+def remove(*names):
+    return lambda folder: [(folder / name).unlink() for name in names]
+
+
+def adapters(folder):
+    remove("config.json", "model.safetensors")(folder)
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "no/such/model"}')
