@@ -1,4 +1,4 @@
-"""Write docs/models.md, which architectures train, from the table in tests/test_architectures.py."""
+"""Write docs/models.md, which architectures train, from the table in tests/test_models.py."""
 
 import sys
 from pathlib import Path
@@ -9,7 +9,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 PATH = Path(__file__).parent / "models.md"
 HEAD = """# Models
 
-Written by `python docs/models.py` from the table of `tests/test_architectures.py`, with transformers {version}.
+Written by `python docs/models.py` from the table of `tests/test_models.py`, with transformers {version}.
 
 These {count} architectures (`model_type` in config.json) train. Of each a small random model was compared, on a CPU,
 with its own forward pass of each sequence alone: log-probabilities and gradients of padded batches, and samples of
@@ -58,6 +58,6 @@ def render(trained, refused):
 
 if __name__ == "__main__":
     sys.path[:0] = [str(PATH.parents[1]), str(PATH.parents[1] / "tests")]
-    from test_architectures import REFUSED, TRAINED
+    from test_models import REFUSED, TRAINED
 
     PATH.write_text(render(TRAINED, REFUSED), encoding="utf-8")

@@ -161,7 +161,7 @@ HEAD = """# Side by side
 
 Made by `python docs/side_by_side.py`. Tables of all scripts, then the online scripts hunk by hunk, above the
 line that parts the algorithm from the plumbing. Below it they are one text, and what this page does not show above
-it is identical to the letter (`tests/test_layout.py`, `docs/test_diffs.py`).
+it is identical to the letter (`tests/test_copies.py`, `docs/test_diffs.py`).
 
 | | REINFORCE | GRPO | Dr. GRPO | DAPO | GSPO | CISPO |
 |---|---|---|---|---|---|---|

@@ -1,4 +1,4 @@
-"""Scripted sampling for test_dynamic_sampling.py; on two ranks, training that finds signal in different rounds."""
+"""Scripted sampling for test_dapo.py; on two ranks, training that finds signal in different rounds."""
 
 import os
 import sys

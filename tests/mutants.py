@@ -34,7 +34,7 @@ NAMES["SAMPLED"] = NAMES["ONLINE"] + " ppo_rlhf"
 NAMES["LOGPROBS"] = NAMES["ONLINE"] + " dpo ppo_rlhf sft"
 NAMES["ALL"] = NAMES["LOGPROBS"] + " reward_model"
 NAMES["OF_ONE_TOKEN"] = (
-    "test_sampler_weights.py::test_token_weights_are_exact_for_one_token_and_reduce_the_error_of_longer_completions"
+    "test_logprobs.py::test_token_weights_are_exact_for_one_token_and_reduce_the_error_of_longer_completions"
 )
 
 MUTANTS = (Path(__file__).resolve().parent / "mutants.txt").read_text(encoding="utf-8")
@@ -73,7 +73,7 @@ def read_test(text, scripts):
     if "{}" in node:  # in the file of each script
         return [(node.format(script), None) for script in (expand(cases.split(", ")) if cases else scripts)]
     cases = scripts if cases == "each" else expand(cases.split(", "))
-    if re.match("test_(accumulation|evaluation|sampler_weights)", NAMES.get(node, node)):
+    if re.match("test_(accumulation|sampling|logprobs)", NAMES.get(node, node)):
         # In grpo_process.py each token has an advantage of its own: what stands in these files is copied from grpo.py.
         cases = [case for case in cases if case != "grpo_process"]
     return [(NAMES.get(node, node), case or None) for case in cases]
