@@ -73,7 +73,7 @@ class Args:
     model: str = str(HERE / "models/tiny")
     """folder or Hugging Face name of a causal language model"""
     dataset: str = str(HERE / "data/addition")
-    """json, jsonl, csv or parquet file, folder, or Hugging Face name such as openai/gsm8k:main"""
+    """file, folder or Hugging Face name; columns: prompt, question or problem, and answer, solution or ground_truth"""
     system_prompt: str = "Reason step by step, and put your final answer within \\boxed{}."
     """system message placed before every prompt"""
     max_prompt_length: int = 512
@@ -516,7 +516,7 @@ def extract_answer(text):
         if end is None:
             return None  # cut off inside its box
         answer = re.sub(r"^ *\\boxed\{([^{}]*)\} *$", r"\1", text[start + 7 : end])  # a box in a box
-        if text[:start].endswith(("-", "\u2212")):
+        if text[start - 1 : start] in ("-", "\u2212"):
             answer = "-" + answer
         start = text.find("\\boxed{", end)
     if answer is None and "####" in text:

@@ -14,6 +14,19 @@ ROOT = Path(__file__).resolve().parent
 sys.path[:0] = [str(ROOT / name) for name in ("", "tests", "tools", "docs", "benchmark")]
 
 
+# The mathematics. What is in no file of these trains, starts processes, or reads whole data sets or pages.
+FAST = {"accumulation", "copies", "logprobs", "rewards", "grpo", "reinforce", "dr_grpo", "dapo", "gspo", "cispo"}
+FAST |= {"grpo_process", "grpo_tools", "ppo_rlhf", "dpo", "reward_model"}
+
+
+def pytest_collection_modifyitems(items):
+    """Mark the tests of all other files as slow, and those that need a folder, most of which train."""
+    for item in items:
+        folder = {"tmp_path", "tmp_path_factory"} & set(item.fixturenames)
+        if folder or item.path.stem.removeprefix("test_") not in FAST:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture
 def alone():
     """A process group of one, as init_ranks makes it, which is not left behind."""

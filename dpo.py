@@ -70,7 +70,7 @@ class Args:
     model: str = str(HERE / "models/tiny")
     """folder or Hugging Face name of a causal language model"""
     dataset: str = str(HERE / "data/preferences")
-    """json, jsonl, csv or parquet file, folder, or Hugging Face name such as org/name:config"""
+    """file, folder or Hugging Face name; columns: chosen and rejected, with or without prompt (question, problem)"""
     system_prompt: str = ""
     """system message placed before every prompt that has none"""
     max_prompt_length: int = 512

@@ -84,7 +84,7 @@ class Args:
     model: str = str(HERE / "models/tiny")
     """folder or Hugging Face name of a causal language model"""
     dataset: str = str(HERE / "data/addition")
-    """json, jsonl, csv or parquet file, folder, or Hugging Face name such as openai/gsm8k:main"""
+    """file, folder or Hugging Face name; columns: prompt, question or problem, and answer, solution or ground_truth"""
     reward_model: str = str(HERE / "models/tiny-reward")
     """folder or Hugging Face name of a reward model with the same tokenizer (none: train on reward_fn)"""
     ptx_dataset: str = ""
@@ -710,7 +710,7 @@ def extract_answer(text):
         if end is None:
             return None  # cut off inside its box
         answer = re.sub(r"^ *\\boxed\{([^{}]*)\} *$", r"\1", text[start + 7 : end])  # a box in a box
-        if text[:start].endswith(("-", "\u2212")):
+        if text[start - 1 : start] in ("-", "\u2212"):
             answer = "-" + answer
         start = text.find("\\boxed{", end)
     if answer is None and "####" in text:

@@ -58,7 +58,7 @@ class Args:
     model: str = ""
     """folder or Hugging Face name of a causal language model (empty: the bundled one, from random weights)"""
     dataset: str = str(HERE / "data/addition/sft.jsonl")
-    """json, jsonl, csv or parquet file, folder, or Hugging Face name such as openai/gsm8k:main"""
+    """file, folder or Hugging Face name; columns: messages, or prompt and completion (question, solution, answer)"""
     system_prompt: str = ""
     """system message placed before every conversation that has none"""
     max_prompt_length: int = 1024

@@ -28,7 +28,8 @@ def group():
     """A process group of one."""
     ppo_rlhf.init_ranks()
     yield
-    torch.distributed.destroy_process_group()
+    if torch.distributed.is_initialized():  # main ends the group
+        torch.distributed.destroy_process_group()
 
 
 def random_inputs(dtype=torch.float64):
