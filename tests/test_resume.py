@@ -109,8 +109,9 @@ def test_signal_finishes_the_step_saves_and_prints_how_to_resume(signum, tmp_pat
 @pytest.mark.parametrize("script, function", [("grpo", "load_model"), ("dpo", "look_up_pairs")])
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_signal_before_the_first_step_just_ends_the_process(script, function, signum, tmp_path):
-    kill = f"import time\ndef killed(*_):\n    print('reached', flush=True)\n    os.kill(os.getpid(), {int(signum)})\n"
-    kill += f"    time.sleep(60)  # another thread may get the signal first\nscript.{function} = killed"
+    kill = "import signal, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)  # also in a background job\n"
+    kill += f"def killed(*_):\n    print('reached', flush=True)\n    os.kill(os.getpid(), {int(signum)})\n"
+    kill += f"    time.sleep(60)\nscript.{function} = killed"
     expected = {signal.SIGINT: 1, signal.SIGTERM: -signal.SIGTERM}[signum]  # Ctrl-C is an exception there
     output = finish(start(script, ["--run-dir", str(tmp_path / "run")], kill), expected).rstrip()
     assert output.endswith("KeyboardInterrupt" if signum == signal.SIGINT else "reached")
