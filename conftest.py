@@ -14,16 +14,27 @@ ROOT = Path(__file__).resolve().parent
 sys.path[:0] = [str(ROOT / name) for name in ("", "tests", "tools", "docs", "benchmark")]
 
 
-# The mathematics. What is in no file of these trains, starts processes, or reads whole data sets or pages.
+# The mathematics. The tests of all other files train, start processes, or read whole datasets or pages.
 FAST = {"accumulation", "copies", "logprobs", "rewards", "grpo", "reinforce", "dr_grpo", "dapo", "gspo", "cispo"}
 FAST |= {"grpo_process", "grpo_tools", "ppo_rlhf", "dpo", "reward_model"}
 
 
+def is_fast(path):
+    return path.stem.removeprefix("test_") in FAST
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Do not even read the slow files with -m "not slow"."""
+    if config.option.markexpr == "not slow" and collection_path.suffix == ".py" and not is_fast(collection_path):
+        return True
+    return None
+
+
 def pytest_collection_modifyitems(items):
-    """Mark the tests of all other files as slow, and those that need a folder, most of which train."""
+    """Mark the tests of slow files as slow, and those that need a folder, most of which train."""
     for item in items:
         folder = {"tmp_path", "tmp_path_factory"} & set(item.fixturenames)
-        if folder or item.path.stem.removeprefix("test_") not in FAST:
+        if folder or not is_fast(item.path):
             item.add_marker(pytest.mark.slow)
 
 

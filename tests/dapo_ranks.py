@@ -5,62 +5,60 @@ import sys
 from pathlib import Path
 
 import torch
-from tiny import TINY, load, pad_right, parse, write_jsonl
+from tiny import TINY, pad_right, parse
+from transformers import AutoTokenizer
 
 import dapo
 
-GROUP_SIZE, MAX_COMPLETION_LENGTH, OVERLONG_BUFFER = 4, 16, 0.5
 # A completion by its letter: (is it right?, tokens).
 KINDS = {"r": (True, 8), "w": (False, 7), "h": (True, 12), "R": (True, 16), "W": (False, 16)}
 # A group by its letter: mixed, solved, not solved.
 GROUPS = {"m": "rwwr", "s": "rRrr", "n": "wWww"}
+GROUP_SIZE = 4
+SETTINGS = {"group_size": GROUP_SIZE, "max_rounds": 3, "eval_prompts": 0}
+SETTINGS |= {"max_completion_length": 16, "overlong_buffer": 0.5}
 # Groups of one step for each line, of one round for each word; of a word, the ranks have every other letter.
+# Over the steps: one rank is full two rounds before the other; one is full and one not at the cap; one finds nothing.
 STEPS = ("mnms smns nsnm", "nmsm snns msns", "ssnn nmss snns")
-MAX_ROUNDS = 3
 
 
-def write_prompts(path, count):
+def make_rows(count):
     """Sums with prompts of different lengths, and answers of at most two digits."""
-    return write_jsonl(path, [{"prompt": f"{i}+{'0' * (i % 4)}1=", "answer": str(i + 1)} for i in range(1, count + 1)])
+    return [{"prompt": f"{i}+{'0' * (i % 4)}1=", "answer": str(i + 1)} for i in range(1, count + 1)]
 
 
-def read_prompts(dataset):
-    """The prompts that main trains on, in the order of the file."""
-    _, tokenizer = load(dapo, TINY)
-    _, (_, _, rows) = dapo.load_splits(dataset, 0)
-    args = parse(dapo, dataset=dataset)
-    return [prompt for row in rows for prompt in dapo.read_prompt(row, tokenizer, args)]
+def assign(rows, groups, place=0):
+    """Return {prompt: its completions' letters}, for rows in the order in which they are picked from this place on."""
+    picked = dapo.pick_rows(rows, place, len(groups), 1)
+    return {row["prompt"]: GROUPS.get(group, group) for row, group in zip(picked, groups)}
 
 
-def assign(prompts, places, letters, seed=1):
-    """Return {prompt: its completions' letters}, for prompts in the order in which they are picked."""
-    picked = dapo.pick_rows(prompts, places, len(letters), seed)
-    return {prompt["prompt"]: GROUPS.get(letter, letter) for prompt, letter in zip(picked, letters)}
+def write_completion(prompt, letter):
+    """Return the text of a completion that has, with its stop token, the tokens of its kind."""
+    is_right, length = KINDS[letter]
+    answer = sum(int(term) for term in prompt.removesuffix("=").split("+"))
+    if not is_right:
+        answer += 1
+    filling = "1" * (length - len(str(answer)) - 5)  # the two marks of thought, the box and the stop token
+    return f"<think>{filling}</think>\\boxed{{{answer}}}"
 
 
-def scripted_generate(tokenizer, patterns, rounds):
+def scripted_generate(patterns, rounds):
     """Stands for dapo.generate: writes the completions that patterns want, and adds its prompts to rounds."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
     real = dapo.generate
 
-    def generate(model, prompt_ids, prompt_mask, max_completion_length, temperature, stop_ids, *rest, **options):
-        if max_completion_length != MAX_COMPLETION_LENGTH:  # check_model asks for fewer
-            return real(model, prompt_ids, prompt_mask, max_completion_length, temperature, stop_ids, *rest, **options)
-        pad_id, with_logprobs, edit = rest
-        assert with_logprobs and edit is None
-        prompts = [
-            tokenizer.decode(ids[mask == 1], skip_special_tokens=True) for ids, mask in zip(prompt_ids, prompt_mask)
-        ]
+    def generate(model, prompt_ids, prompt_mask, limit, temperature, stop_ids, pad_id, *rest, **options):
+        if limit != SETTINGS["max_completion_length"]:  # check_model asks for fewer
+            return real(model, prompt_ids, prompt_mask, limit, temperature, stop_ids, pad_id, *rest, **options)
+        prompts = tokenizer.batch_decode(prompt_ids, skip_special_tokens=True)
         rounds.append(prompts[::GROUP_SIZE])
         completions = []
         for row, prompt in enumerate(prompts):
-            is_right, length = KINDS[patterns[prompt][row % GROUP_SIZE]]
-            answer = sum(map(int, prompt.removesuffix("=").split("+"))) + (not is_right)
-            filling = "1" * (length - len(str(answer)) - 5)  # the two marks of thought, the box and the stop token
-            text = f"<think>{filling}</think>\\boxed{{{answer}}}"
-            completions.append(tokenizer(text, add_special_tokens=False)["input_ids"] + stop_ids[:1])
-            assert len(completions[-1]) == length
-        ids, mask = pad_right(completions, max_completion_length, pad_id)
-        logprobs, _ = dapo.token_logprobs(model, prompt_ids, prompt_mask, ids, mask, max(temperature, 0.1))
+            text = write_completion(prompt, patterns[prompt][row % GROUP_SIZE])
+            completions.append(tokenizer.encode(text, add_special_tokens=False) + stop_ids[:1])
+        ids, mask = pad_right(completions, limit, pad_id)
+        logprobs, _ = dapo.token_logprobs(model, prompt_ids, prompt_mask, ids, mask, temperature)
         return ids, mask, logprobs.detach()
 
     return generate
@@ -68,13 +66,11 @@ def scripted_generate(tokenizer, patterns, rounds):
 
 def run(folder, run_dir):
     """Train over STEPS; return the prompts of every round of this rank."""
-    _, tokenizer = load(dapo, TINY)
-    dataset, rounds = str(folder / "prompts.jsonl"), []
-    patterns = assign(read_prompts(dataset), 0, "".join(STEPS).replace(" ", ""))
-    dapo.generate = scripted_generate(tokenizer, patterns, rounds)
-    settings = {"num_steps": len(STEPS), "prompts_per_step": 4, "max_rounds": MAX_ROUNDS, "group_size": GROUP_SIZE}
-    settings |= {"max_completion_length": MAX_COMPLETION_LENGTH, "overlong_buffer": OVERLONG_BUFFER}
-    dapo.main(parse(dapo, dataset=dataset, run_dir=run_dir, minibatch_size=16, eval_prompts=0, **settings))
+    rows = make_rows(36)
+    rounds = []
+    dapo.generate = scripted_generate(assign(rows, "".join(STEPS).replace(" ", "")), rounds)
+    sizes = {"num_steps": 3, "prompts_per_step": 4, "minibatch_size": 16}
+    dapo.main(parse(dapo, dataset=folder / "prompts.jsonl", run_dir=run_dir, **sizes, **SETTINGS))
     return rounds
 
 

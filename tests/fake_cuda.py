@@ -2,18 +2,12 @@
 
 fake_cuda.cpp, compiled by g++, registers on the CUDA dispatch key of a CPU build of torch an allocator (host memory
 that says it is cuda:0), a device guard, and a fallback that runs every operator on the CPU. Tensors are thus genuine
-CUDA tensors to autograd, FSDP2, DTensor, the optimizers, transformers and the scripts; torch.cuda.is_available().
+CUDA tensors to autograd, FSDP2, DTensor, the optimizers, transformers and the scripts.
 
-It shows
-- operators that mix cuda and CPU tensors, as CUDA refuses them (CPU indices and single numbers pass, but in lists);
-- collectives on tensors for which the process group has no backend: NCCL's stand-in takes CUDA tensors only;
-- code that only runs where there is a GPU: FSDP's, the streams', is_cuda and device.type == "cuda" branches;
-- wrong results of any of it: the random numbers are the CPU's, so metrics are those of a CPU run up to rounding.
-
-It cannot show
-- operators or dtypes without a CUDA kernel, CUDA's rounding and random numbers, TF32, or its attention kernels;
-- races: streams and events do nothing, copies are never late, and cuda:0 is the only device a process has;
-- memory, speed, NCCL itself, pinned memory, CUDA graphs, torch.compile, or what a single CPU number may not do.
+It shows operators that mix cuda and CPU tensors, as CUDA refuses them (CPU indices and single numbers pass, but in
+lists); collectives without a backend for their tensors: NCCL's stand-in takes CUDA tensors only; and code that only
+runs where there is a GPU. It cannot show operators without a CUDA kernel, CUDA's rounding and random numbers, races
+(nothing is asynchronous), memory, speed, NCCL itself, or more than one device in a process.
 """
 
 import contextlib
@@ -35,7 +29,7 @@ LIBRARY = "FAKE_CUDA_LIBRARY"  # in the environment: where build has put it
 
 
 def build(folder):
-    """Compile the library into a folder and return its path; exit with one line if this torch is another."""
+    """Compile the library into a folder and return its path."""
     torch_folder = Path(importlib.util.find_spec("torch").origin).parent
     include, lib = torch_folder / "include", torch_folder / "lib"
     source, path = Path(__file__).with_suffix(".cpp"), Path(folder, "fake_cuda.so")
@@ -43,8 +37,7 @@ def build(folder):
     command += f" -L{lib} -Wl,-rpath,{lib} -ltorch -ltorch_cpu -lc10 -o {path}"
     done = subprocess.run(command.split(), capture_output=True, text=True)
     if done.returncode:
-        error = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr)
-        raise SystemExit(f"{source.name} does not fit the torch of {torch_folder}: {error:.300}")
+        raise SystemExit(f"{source.name} does not fit the torch of {torch_folder}: {done.stderr:.1000}")
     return str(path)
 
 
@@ -66,15 +59,10 @@ class Stream:
 
     device_index, device_type, stream_id, cuda_stream = 0, 1, 0, 0
 
-    def __init__(self, *_, **__): ...
+    def nothing(self, *_, **__): ...
 
-    def __enter__(self): ...
-
-    def __exit__(self, *_): ...
-
-    def record(self, *_): ...
-
-    wait = wait_stream = wait_event = record_event = synchronize = query = record
+    __init__ = __enter__ = __exit__ = nothing
+    record = wait = wait_stream = wait_event = record_event = synchronize = query = nothing
 
 
 def patch_cuda(torch):
@@ -154,9 +142,8 @@ def stand_in_for_nccl(torch):
     return library
 
 
-def run_script(argv, environment=None):
+def run_script(argv):
     """Run a script with its flags in this process."""
-    os.environ |= environment or {}
     sys.argv = argv
     sys.path[0] = str(Path(argv[0]).resolve().parent)
     runpy.run_path(argv[0], run_name="__main__")
@@ -170,7 +157,8 @@ def fork_ranks(argv, log, ranks):
             os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), 1)
             os.dup2(1, 2)
             sys.stdin = None
-            return run_script(argv, environment)
+            os.environ |= environment
+            return run_script(argv)
         running[pid] = True
     while running:
         pid, status = os.wait()

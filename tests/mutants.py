@@ -7,12 +7,12 @@ each script.
 """
 
 import argparse
+import multiprocessing
 import os
 import platform
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -36,6 +36,10 @@ NAMES["ALL"] = NAMES["LOGPROBS"] + " reward_model"
 NAMES["OF_ONE_TOKEN"] = (
     "test_logprobs.py::test_token_weights_are_exact_for_one_token_and_reduce_the_error_of_longer_completions"
 )
+
+# Every process of tests is forked from one that has imported the large libraries.
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["torch.distributed.fsdp", "transformers", "datasets", "wandb", "tyro", "pytest"])
 
 MUTANTS = (Path(__file__).resolve().parent / "mutants.txt").read_text(encoding="utf-8")
 
@@ -108,21 +112,33 @@ def with_bug(mutant, folder):
     return texts
 
 
+def run_pytest(folder, arguments):
+    """Run pytest in a copy of the repository; this is the target of a process of its own."""
+    os.setsid()  # to end what torchrun started, too
+    os.chdir(folder)
+    with open("log", "wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    temporary = str(folder / "temporary")
+    os.environ |= {"TMPDIR": temporary, "HF_DATASETS_CACHE": temporary, "COLUMNS": "300"}
+    tempfile.tempdir = None  # it is looked up anew
+    sys.path[:] = [path for path in sys.path if not Path(path).is_relative_to(ROOT)]
+    import pytest
+
+    sys.exit(pytest.main(arguments))
+
+
 def run_tests(folder, tests, seconds):
     """Return pytest's exit status, None if it took longer than these seconds, and its output."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    command += dict.fromkeys(f"tests/{node}" for node, _ in tests)
-    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1", "COLUMNS": "300"}
-    environment |= dict.fromkeys(("TMPDIR", "HF_DATASETS_CACHE"), str(folder / "temporary"))
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    options["start_new_session"] = True  # to end what torchrun started, too
-    process = subprocess.Popen(command, cwd=folder, env=environment, **options)
-    try:
-        output, _ = process.communicate(timeout=seconds)
-        return process.returncode, output
-    except subprocess.TimeoutExpired:
+    arguments = ["-q", "-p", "no:cacheprovider", *dict.fromkeys(f"tests/{node}" for node, _ in tests)]
+    process = SERVER.Process(target=run_pytest, args=(folder, arguments))
+    process.start()
+    process.join(seconds)
+    status = process.exitcode
+    if status is None:
         os.killpg(process.pid, signal.SIGKILL)
-        return None, process.communicate()[0]
+        process.join()
+    return status, Path(folder, "log").read_text(encoding="utf-8", errors="replace")
 
 
 def failure_of(node, case, output):
@@ -177,6 +193,7 @@ def main():
     parser.add_argument("words", nargs="*", help="plant only bugs whose name has one of these in it")
     parser.add_argument("--jobs", type=int, default=2, help="how many at a time")
     args = parser.parse_args()
+    os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     mutants = read_mutants()
     chosen = [mutant for mutant in mutants if not args.words or any(word in mutant.name for word in args.words)]
     if not chosen or len({mutant.name for mutant in mutants}) < len(mutants):

@@ -1,4 +1,6 @@
-"""Real processes without the seconds of importing torch: forked from one server that has imported every script."""
+"""Real processes without the seconds of importing torch: forked from one server that has imported every script.
+For example: python -m pytest tests/test_resume.py
+"""
 
 import faulthandler
 import json
@@ -54,15 +56,12 @@ class Ranks:
 
     def __init__(self, code, argv, count=2, **environment):
         self.store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(self.store.port), "GROUP_WORLD_SIZE": "1"}
+        environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(self.store.port), "WORLD_SIZE": str(count)}
         environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-        environment |= {"TORCHELASTIC_RUN_ID": "tests", "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+        environment |= {"TORCHELASTIC_RUN_ID": "tests", "LOCAL_WORLD_SIZE": str(count), "GROUP_WORLD_SIZE": "1"}
         ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
         self.forked = [Forked(code, argv, **environment, **rank) for rank in ranks]
         self.returncode = None
-
-    def poll(self):
-        return next((rank.poll() for rank in self.forked if rank.poll() is not None), None)
 
     def communicate(self, timeout=SECONDS):
         """Wait for the end of all, or of the first that fails, without which the others would wait for ever."""
@@ -100,32 +99,21 @@ def execute(code, argv, environment, folder, log):
         sys.stdout.flush()  # before the reason of a SystemExit is written
 
 
-KILLS = {
-    "in the first step after a save": """
-accumulate, calls = script.accumulate_gradients, []
-def killed(*args):
+KILL = """
+{name}, calls = script.{target}, []
+def killed(*args, **settings):
+    result = {name}(*args, **settings)
     calls.append(args)
-    if len(calls) == KILL_AT_CALL:
+    if {when}:
         os.kill(os.getpid(), 9)
-    return accumulate(*args)
-script.accumulate_gradients = killed
-""",
-    "checkpoint written, state not yet in its place": """
-save = script.dcp.save
-def killed(*args, **kwargs):
-    save(*args, **kwargs)
-    os.kill(os.getpid(), 9)
-script.dcp.save = killed
-""",
-    "old checkpoint removed, new one not yet in its place": """
-rmtree = script.shutil.rmtree
-def killed(path, **settings):
-    rmtree(path, **settings)
-    if str(path).endswith("/checkpoint"):
-        os.kill(os.getpid(), 9)
-script.shutil.rmtree = killed
-""",
-}
+    return result
+script.{target} = killed
+"""
+
+
+def kill_at(target, when="True"):
+    """Lines that kill the process as a function of the script returns, where a condition on its calls holds."""
+    return KILL.format(name=target.replace(".", "_"), target=target, when=when)
 
 
 def start(script, flags, kill="", kind=Forked):
@@ -143,8 +131,9 @@ def finish(process, expected=0):
 
 
 def logged(run, name="metrics.jsonl"):
-    lines = [json.loads(line) for line in (run / name).read_text().splitlines()] if (run / name).exists() else []
-    return [{key: value for key, value in line.items() if not key.startswith("perf/")} for line in lines]
+    lines = (run / name).read_text().splitlines() if (run / name).exists() else []
+    rows = [json.loads(line) for line in lines]
+    return [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows]
 
 
 def assert_same_run(run, reference):
@@ -162,11 +151,9 @@ def main_of(script, flags, monkeypatch):
 
 
 def compare_killed_and_resumed(script, flags, kill_at_call, folder, monkeypatch, more=""):
-    """Compare a run that was killed and resumed with one that was not, and return their folders. The killed run is a
-    process of its own; the others are in this one, which has not seen what that one did.
-    """
+    """Compare a run that was killed, in a process of its own, and resumed with one that was not; return the folders."""
     run, reference = folder / "run", folder / "reference"
-    kill = KILLS["in the first step after a save"].replace("KILL_AT_CALL", kill_at_call)
+    kill = kill_at("accumulate_gradients", f"len(calls) == {kill_at_call}")
     process = start(script.__name__, [*flags, "--run-dir", str(run)], more + kill)
     main_of(script, [*flags, "--run-dir", str(reference)], monkeypatch)
     finish(process, -signal.SIGKILL)

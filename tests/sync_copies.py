@@ -1,10 +1,4 @@
-"""Carry what scripts share from one of them into the others, and print what changed.
-
-    python tests/sync_copies.py grpo.py
-
-The table says what is shared. Among the online scripts everything below the line is one block
-and goes over whole; elsewhere functions go one by one, each to where its copy stands. Commit before: it writes files.
-"""
+"""Carry what scripts share from one of them into the others (commit before): python tests/sync_copies.py grpo.py"""
 
 import ast
 import functools
@@ -45,14 +39,8 @@ SHARED = {
 SHARED = [(name, scripts) for scripts, names in SHARED.items() for name in names.split()]
 # Functions of one name that differ by design: everywhere, or in scripts that are not in the table.
 OWN = {*"Args compute_advantages policy_loss preference_loss accumulate_gradients main".split()}
-OWN_OF = {
-    "parse_args": {"sft"},
-    "check_args": {"ppo_rlhf"},
-    "evaluate": {"ppo_rlhf", "reward_model", "sft"},
-    "load_prompts": {"ppo_rlhf"},
-    "lookup_logprobs": {"ppo_rlhf"},
-    "step_metrics": {"ppo_rlhf"},
-}
+OWN_OF = {"parse_args": {"sft"}, "evaluate": {"ppo_rlhf", "reward_model", "sft"}}
+OWN_OF |= dict.fromkeys(("check_args", "load_prompts", "lookup_logprobs", "step_metrics"), {"ppo_rlhf"})
 
 
 @functools.cache
@@ -75,7 +63,8 @@ def carry(source, target, folder=ROOT):
     text, ours, theirs = path.read_text(encoding="utf-8"), definitions(source, folder), definitions(target, folder)
     names = [name for name, scripts in SHARED if source in scripts and target in scripts]
     whole = source in BLOCK and target in BLOCK
-    if missing := [name for name in names if name not in theirs and not whole]:
+    missing = [name for name in names if name not in theirs and not whole]
+    if missing:
         print(f"{target}.py lacks {', '.join(missing)}: add it where main first needs it", file=sys.stderr)
     changed = [name for name in names if name in theirs and ours[name] != theirs[name]]
     for name in changed:

@@ -12,15 +12,9 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GPT2Config,
-    LlamaConfig,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-)
+from safetensors.torch import load_file, save_file
+from tokenizers import models, pre_tokenizers, processors
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, Qwen3Config
 
 import cispo
 import dapo
@@ -33,11 +27,10 @@ import reinforce
 
 ROOT = Path(grpo.__file__).parent
 TINY = ROOT / "models" / "tiny"
-SCRIPTS = {"grpo": grpo, "reinforce": reinforce, "dr_grpo": dr_grpo, "dapo": dapo, "gspo": gspo}
-SCRIPTS |= {"cispo": cispo, "grpo_tools": grpo_tools}
+SCRIPTS = {script.__name__: script for script in (grpo, reinforce, dr_grpo, dapo, gspo, cispo, grpo_tools)}
 SETTINGS = {"temperature": 0.7, "microbatch_tokens": 10_000, "max_completion_length": 9, "kl_coef": 0.04}
-SETTINGS |= {"sampler_weight_cap": 2.0}
 SETTINGS |= {"clip_eps": 0.2, "clip_eps_low": 0.05, "clip_eps_high": 0.15}  # they clip a part of make_batch, gspo's too
+SETTINGS["sampler_weight_cap"] = 2.0
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 CONFIGS = {
     "llama": LlamaConfig(**SIZES, num_key_value_heads=1),
@@ -46,7 +39,7 @@ CONFIGS = {
 }
 PROMPTS = [[3, 4], [5, 0, 1, 6, 7], [2], [8, 9, 10, 2, 3, 4], [7, 1, 0], [5, 5, 5, 5], [0], [9, 3]]
 COMPLETIONS = [[4, 5, 1], [1], [6, 0, 7, 8, 2, 9, 1], [10, 3], [2, 2, 2, 2, 2, 2, 2, 2], [1], [0, 1], [3, 1]]
-PAD_ID = 0
+PAD_ID, CPU = 0, torch.device("cpu")
 
 
 def build_model(config, vocab_size=11, dtype=torch.float64, scale=6.0):
@@ -112,8 +105,7 @@ def make_batch(model, temperature=0.7):
     action_mask = completion_mask.clone()
     action_mask[0, 1] = action_mask[2, :3] = action_mask[4, 4] = 0  # what a tool wrote
     generator = torch.Generator().manual_seed(1)
-    noise = torch.randn(2, *logprobs.shape, generator=generator, dtype=torch.float64).to(logprobs.dtype)
-    sampler_noise = torch.randn(logprobs.shape, generator=generator, dtype=torch.float64).to(logprobs.dtype)
+    noise = torch.randn(3, *logprobs.shape, generator=generator, dtype=torch.float64).to(logprobs.dtype)
     return {
         "prompt_ids": prompt_ids,
         "prompt_mask": prompt_mask,
@@ -125,7 +117,7 @@ def make_batch(model, temperature=0.7):
         "advantages": torch.tensor([1.2, -0.7, 0.0, 0.4, -1.5, 0.0, 0.9, -0.3], dtype=logprobs.dtype),
         "old_logprobs": logprobs + 0.3 * noise[0],
         "ref_logprobs": logprobs + 0.5 * noise[1],
-        "sampler_logprobs": logprobs + 0.3 * noise[0] + 0.5 * sampler_noise,
+        "sampler_logprobs": logprobs + 0.3 * noise[0] + 0.5 * noise[2],
     }
 
 
@@ -233,16 +225,12 @@ def make_tokenizer(special, template):
     """A tokenizer of single characters and of these special tokens, the first of which is its end of text."""
     characters = [chr(code) for code in range(32, 127)] + ["\n"] * ("\n" not in special)
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<unk>", *special, *characters])}
-    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
+    backend = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
     backend.decoder = tokenizers.decoders.Fuse()
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token="<pad>",
-        unk_token="<unk>",
-        eos_token=special[0],
-        additional_special_tokens=special[1:],
-    )
+    tokens = {"pad_token": "<pad>", "unk_token": "<unk>", "eos_token": special[0]}
+    tokens["additional_special_tokens"] = special[1:]
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **tokens)
     tokenizer.chat_template = template
     return tokenizer
 
@@ -251,7 +239,7 @@ def make_folder(folder, tokenizer, **settings):
     """A folder with a random Llama whose only stop token is the tokenizer's end of text, and that tokenizer."""
     torch.manual_seed(0)
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
-    config = transformers.LlamaConfig(**SIZES, num_key_value_heads=1, vocab_size=len(tokenizer), **ids, **settings)
+    config = LlamaConfig(**SIZES, num_key_value_heads=1, vocab_size=len(tokenizer), **ids, **settings)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
@@ -261,15 +249,20 @@ TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
     "{% if add_generation_prompt %}assistant{% endif %}"
 )
+ALTERNATING = (  # as Gemma's and Mistral's
+    "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
+    "{% if add_generation_prompt %}assistant{% endif %}"
+)
 
 
 def word_tokenizer(chat_template):
     """A tokenizer of words that puts a BOS in front of every text."""
     words = "<bos> <unk> user assistant system be brief one two three four".split()
-    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    inner = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     inner.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<bos>", unk_token="<unk>")
+    wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<bos>", unk_token="<unk>")
     wrapped.chat_template = chat_template
     return wrapped
 
@@ -288,27 +281,16 @@ def write_rows(path, rows):
     return str(path)
 
 
-ALTERNATING = (  # as Gemma's and Mistral's
-    "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('roles must alternate') }}{% endif %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
-    "{% if add_generation_prompt %}assistant{% endif %}"
-)
-
-
-CPU = torch.device("cpu")
-
-
 def make_main_args(script, folder=None, **settings):
     """Settings of a short run; what learns from a large file of rows gets a few of them, in the folder."""
     sizes = {"num_steps": 4, "prompts_per_step": 4, "group_size": 4, "minibatch_size": 8, "max_completion_length": 24}
     sizes |= {"eval_every": 2, "eval_prompts": 8, "save_every": 2, "warmup_steps": 0}
     if script is ppo_rlhf:
         sizes["minibatch_size"] = 4
-    files = {"sft": "addition/sft.jsonl"} | dict.fromkeys(("dpo", "reward_model"), "preferences/train.jsonl")
+    files = {"sft": "addition/sft.jsonl", "dpo": "preferences/train.jsonl", "reward_model": "preferences/train.jsonl"}
     if folder and script.__name__ in files:
-        rows = (ROOT / "data" / files[script.__name__]).read_text().splitlines()[:64]
-        (folder / "rows.jsonl").write_text("\n".join(rows))
-        sizes["dataset"] = str(folder / "rows.jsonl")
+        rows = read_jsonl(ROOT / "data" / files[script.__name__])[:64]
+        sizes["dataset"] = write_jsonl(folder / "rows.jsonl", rows)
     given = sizes | {"learning_rate": 1e-3} | settings
     return parse(script, **{name: value for name, value in given.items() if hasattr(script.Args, name)})
 
@@ -325,8 +307,6 @@ def weights(word, change):
     """A damage of those weights that have the word in their names; where change gives None they are dropped."""
 
     def damage(folder):
-        from safetensors.torch import load_file, save_file
-
         found = load_file(folder / "model.safetensors")
         found |= {name: change(value.clone()) for name, value in found.items() if word in name}
         found = {name: value for name, value in found.items() if value is not None}

@@ -1,0 +1,71 @@
+"""benchmark/real_model.py, its page and its data: python -m pytest benchmark/test_real_model.py"""
+
+import importlib
+import json
+
+import pytest
+import real_model
+import tyro
+from tiny import ROOT, load_module, read_jsonl
+
+import grpo
+
+
+def test_the_page_is_what_the_csv_makes():
+    page = real_model.PAGE.read_text()
+    assert page == real_model.write_page(page, real_model.read_csv())
+
+
+@pytest.mark.parametrize("name", real_model.RUNS)
+def test_commands_are_of_flags_that_there_are(name):
+    command = real_model.command_of(name, 1)
+    script = "grpo" if "examples" in command[1] else command[1].removesuffix(".py")
+    args = tyro.cli(importlib.import_module(script).Args, args=command[2:])
+    assert args.seed == 1 and args.precision == real_model.RUNS[name].precision
+
+
+WORDS = ROOT / "data" / "word_problems"
+SIZES = {"word_problems/svamp/train": 700, "word_problems/svamp/test": 300, "word_problems/mawps/train": 1504}
+SIZES |= {"word_problems/mawps/test": 200, "manners/train": 994, "manners/test": 100}
+make = load_module(WORDS / "make.py")
+
+
+def test_no_text_is_in_two_files_not_even_with_other_numbers():
+    prompts = []
+    for name, size in SIZES.items():
+        rows = read_jsonl(ROOT / "data" / f"{name}.jsonl")
+        assert len(rows) == size
+        normalise = make.without_numbers if name.startswith("word_problems") else str
+        prompts.append({normalise(row["prompt"]) for row in rows})
+    assert sum(map(len, prompts)) == len(set().union(*prompts))
+
+
+@pytest.mark.parametrize("name", ["train", "test"])
+def test_every_equation_is_right(name):
+    for row in read_jsonl(WORDS / "mawps" / f"{name}.jsonl"):
+        *equations, box = row["answer"].splitlines()
+        for equation in equations:
+            left, right = equation.split(" = ")
+            assert eval(left) == pytest.approx(float(right), rel=1e-4, abs=1e-5)
+        assert box == rf"\boxed{{{right}}}"
+        assert grpo.is_right(row["answer"], row["answer"]) and grpo.is_right(box, row["answer"])
+
+
+def test_svamp_is_read_with_one_sentence_of_question_and_numbers_without_needless_digits(tmp_path):
+    rows = [{"Body": "He had 3 pens", "Question": "How many are left?", "Answer": 2.0}]
+    rows.append({"Body": "He had 3 pens.", "Question": "How many are left?", "Answer": 2.5})
+    (tmp_path / "svamp.json").write_text(json.dumps(rows))
+    assert make.read_svamp(tmp_path / "svamp.json") == [
+        {"prompt": "He had 3 pens, how many are left?", "answer": "2"},
+        {"prompt": "He had 3 pens. How many are left?", "answer": "2.5"},
+    ]
+
+
+def test_mawps_is_read_with_its_equation_which_must_give_its_answer(tmp_path):
+    lines = ["Question,Numbers,Equation,Answer", "number0 and number1 ?,3.0 4.0,- number1 number0,1"]
+    lines += ["number0 and number1 ?,3.0 4.0,+ number1 number0,8", "A number0 .,0.5,* 100.0 number0,50.0"]
+    (tmp_path / "mawps.csv").write_text("\n".join(lines))
+    assert make.read_mawps(tmp_path / "mawps.csv") == [
+        {"prompt": "3 and 4?", "answer": "4 - 3 = 1\n\\boxed{1}"},
+        {"prompt": "A 0.5.", "answer": "100 * 0.5 = 50\n\\boxed{50}"},
+    ]
