@@ -64,7 +64,7 @@ HERE = Path(__file__).resolve().parent
 
 @dataclass
 class Args:
-    """Direct Preference Optimization of a language model."""
+    """Train a language model with DPO, Direct Preference Optimization."""
 
     # model and data; the defaults suit real models, and "task_defaults" in a model's config.json replaces them
     model: str = str(HERE / "models/tiny")
@@ -74,9 +74,9 @@ class Args:
     system_prompt: str = ""
     """system message placed before every prompt that has none"""
     max_prompt_length: int = 512
-    """most tokens per prompt; pairs with a longer one are dropped"""
+    """maximum tokens per prompt; pairs with a longer one are dropped"""
     max_completion_length: int = 512
-    """most tokens per completion, including the stop token; pairs with a longer one are dropped"""
+    """maximum tokens per completion, including the stop token; pairs with a longer one are dropped"""
 
     # optimization
     num_steps: int = 1000
@@ -88,11 +88,11 @@ class Args:
     minibatch_size: int = 64
     """pairs per optimizer step, over all ranks"""
     microbatch_tokens: int = 16384
-    """most tokens per forward pass, including padding; set it lower if the update runs out of memory"""
+    """maximum tokens per forward pass, including padding; lower it if the update runs out of memory"""
     max_grad_norm: float = 10.0
     """larger gradients are scaled down to this norm (10 in the authors' code)"""
     gradient_checkpointing: bool = False
-    """recompute activations in the backward pass, which saves memory and takes about a third longer"""
+    """recompute activations in the backward pass: saves memory, takes about a third longer"""
     precision: Literal["auto", "bfloat16", "float32"] = "auto"
     """precision of the transformer blocks (auto: bfloat16 where the hardware supports it, otherwise float32)"""
     lora_rank: int = 0
@@ -108,7 +108,7 @@ class Args:
     run_dir: str = ""
     """new folder for logs and checkpoints (default: runs/SCRIPT__SEED__TIME)"""
     resume: str = ""
-    """folder of a run to continue, one you trust; its settings become the defaults"""
+    """folder of a run to continue (one that you trust); its settings become the defaults"""
     seed: int = 1
     """seed of the order of pairs"""
     track: bool = False
@@ -116,7 +116,7 @@ class Args:
 
     # the algorithm
     beta: float = 0.1
-    """beta of eq. 7, the price of leaving the reference (0.1 and 0.5 in appendix B)"""
+    """beta of eq. 7: how strongly the policy is held near the reference (0.1 and 0.5 in appendix B)"""
     label_smoothing: float = 0.0
     """probability that chosen and rejected are swapped in the data (cDPO)"""
 
@@ -271,7 +271,7 @@ def parse_args():
 def read_config(name):
     """Return what a model's config.json holds; exit if such a model cannot be trained here."""
     if Path(name, "adapter_config.json").exists():
-        raise SystemExit(f"{name} is a LoRA adapter: merge it into its model first, by merge_and_unload() of peft")
+        raise SystemExit(f"{name} is a LoRA adapter: merge it into its model first, with merge_and_unload() of peft")
     config, _ = PreTrainedConfig.get_config_dict(name)
     if "quantization_config" in config:
         raise SystemExit(
@@ -534,12 +534,12 @@ def load_model(name, tokenizer, lora_rank=0):
     try:
         model, info = AutoModelForCausalLM.from_pretrained(name, **options)
     except ValueError as error:
-        raise SystemExit(f"{name}, a {stored[0]}, is no causal language model: {error!s:.200}") from error
+        raise SystemExit(f"{name}, a {stored[0]}, is not a causal language model: {error!s:.200}") from error
     unfit = sorted([*info["missing_keys"], *info["mismatched_keys"]], key=str)
     if unfit:
-        raise SystemExit(f"{name}: the weights do not fit its config.json, or some are missing: {unfit[0]}")
+        raise SystemExit(f"{name}: the weights do not fit config.json, or some are missing: {unfit[0]}")
     if type(model).__name__ not in stored:
-        print(f"{name} is a {stored[0]}: only its {type(model).__name__} is trained and saved, without vision")
+        print(f"{name} is a {stored[0]}: only its text model, {type(model).__name__}, is trained and saved")
     model.get_input_embeddings().padding_idx = None  # otherwise a pad token that is in use would not be trained
     stop_ids = {find_turn_end(tokenizer)}
     for source in (model.generation_config, model.config.get_text_config(), tokenizer):
@@ -601,7 +601,7 @@ def check_logprobs(model, prompt_ids):
     logprobs, _ = token_logprobs(model, ids[:, :1], ones[:, :1], ids[:, 1:], ones[:, 1:], 1.0)
     gap = (logprobs - expected.squeeze(2)).abs().max().item()
     if not gap < 0.01:
-        raise SystemExit(f"log-probabilities differ by {gap:.2g} from the model's: head_logprobs lacks something")
+        raise SystemExit(f"log-probabilities differ by {gap:.2g} from the model's: does it scale or cap its logits?")
 
 
 def token_logprobs(model, prompt_ids, prompt_mask, completion_ids, completion_mask, temperature):
@@ -638,6 +638,7 @@ def head_logprobs(model, hidden, targets, temperature):
         if cap:
             logits = (logits / cap).tanh() * cap
         logprobs = (logits / temperature).log_softmax(-1)
+        # Detached, since they are only logged; an entropy bonus would need their gradient.
         entropies = -(logprobs.exp() * logprobs).detach().sum(-1)
         return logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), entropies
 
@@ -801,7 +802,7 @@ def open_run(args, policy, optimizer):
         last_step = load_state(Path(args.run_dir), policy, optimizer)
     elif not args.run_dir:
         started = datetime.fromtimestamp(all_reduce(time.time(), dist.ReduceOp.MAX))  # the same on all ranks
-        args.run_dir = f"runs/{Path(__file__).stem}__{args.seed}__{started:%Y%m%d-%H%M%S-%f}"
+        args.run_dir = f"runs/{Path(sys.argv[0]).stem}__{args.seed}__{started:%Y%m%d-%H%M%S-%f}"
     if dist.get_rank() == 0:
         print(f"{args.run_dir}: {args.precision} on {policy.model.device}, number of ranks: {dist.get_world_size()}")
         settings = asdict(args) | {"resume": ""}
@@ -817,7 +818,7 @@ def load_state(run_dir, policy, optimizer):
     """Load the newest state, remove later lines from the logs, and return the state's step."""
     folders = sorted(run_dir.glob("state/0*"))
     if not folders:
-        raise SystemExit(f"--resume {run_dir}: this run has not saved a state; start it again without --resume")
+        raise SystemExit(f"--resume {run_dir}: this run has no saved state; start it again without --resume")
     model, moments = dcp_state.get_state_dict(policy, optimizer)
     dcp.load({"model": model}, checkpoint_id=folders[-1])
     # Weights that never had a gradient have no moments.
@@ -852,12 +853,12 @@ def log_step(args, step, metrics):
         return
     if args.track:
         wandb.log({"step": step} | metrics)
-    found = [f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/")]
+    found = [f"{name[5:]} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/")]
     if found:
-        tqdm.write(f"step {step}: {', '.join(found)}")
+        tqdm.write(f"evaluation after step {step}: {', '.join(found)}")
     recent = [line.get("reward/zero_std") for line in read_metrics(args)[-5:]]
     if step % 5 == 0 and recent == [1.0] * 5:
-        tqdm.write(f"step {step}: no learning signal for five steps: all rewards within each group were equal")
+        tqdm.write(f"step {step}: no learning signal for five steps: all completions of each group had the same reward")
 
 
 def append_line(args, name, row):
@@ -897,7 +898,7 @@ def step_optimizer(policy, optimizer, learning_rate, max_grad_norm):
             optimizer.step()
     optimizer.zero_grad()
     if policy.bad_gradients == 3:
-        raise SystemExit(f"the gradient's norm was {grad_norm} three times in a row: lower --learning-rate?")
+        raise SystemExit(f"the gradient norm was {grad_norm} three times in a row: try a lower --learning-rate")
     return grad_norm
 
 
@@ -948,7 +949,7 @@ def end_run(args, stops, handlers):
         if len(evaluations) > 1:
             for name in evaluations[0]:
                 if name.startswith("eval/"):
-                    print(f"{name.removeprefix('eval/')} {evaluations[0][name]:.3f} -> {evaluations[-1][name]:.3f}")
+                    print(f"{name[5:]} {evaluations[0][name]:.3f} -> {evaluations[-1][name]:.3f}")
         if Path(args.run_dir, "checkpoint").exists():
             print(f"model: {args.run_dir}/checkpoint; to continue: --resume {args.run_dir} --num-steps N")
     for signum, handler in handlers.items():

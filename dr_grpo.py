@@ -65,7 +65,7 @@ HERE = Path(__file__).resolve().parent
 
 @dataclass
 class Args:
-    """GRPO without its biases (Dr. GRPO) on a language model."""
+    """Train a language model with Dr. GRPO, which is GRPO without its biases."""
 
     # model and data; the defaults suit real models, and "task_defaults" in a model's config.json replaces them
     model: str = str(HERE / "models/tiny")
@@ -75,7 +75,7 @@ class Args:
     system_prompt: str = "Reason step by step, and put your final answer within \\boxed{}."
     """system message placed before every prompt"""
     max_prompt_length: int = 512
-    """most tokens per prompt; longer prompts are dropped"""
+    """maximum tokens per prompt; longer prompts are dropped"""
 
     # rollout
     num_steps: int = 200
@@ -85,13 +85,13 @@ class Args:
     group_size: int = 8
     """completions per prompt, G in the paper"""
     max_completion_length: int = 1024
-    """most tokens per completion, including the stop token; L in the paper, which uses 3000"""
+    """maximum tokens per completion, including the stop token; L in the paper, which uses 3000"""
     temperature: float = 1.0
     """temperature of sampling and of all log-probabilities"""
     rollout_batch_size: int = 0
-    """most completions sampled at once on each rank (0: all); set it if sampling runs out of memory"""
+    """maximum completions sampled at once on each rank (0: all); set it if sampling runs out of memory"""
     sampler_weight_cap: float = 2.0
-    """upper limit of a token's weight, its probability under the policy over that under the sampler"""
+    """maximum weight of a token: its probability under the policy divided by that under the sampler"""
 
     # optimization
     learning_rate: float = 1e-6
@@ -101,13 +101,13 @@ class Args:
     minibatch_size: int = 256
     """completions per optimizer step, over all ranks"""
     microbatch_tokens: int = 16384
-    """most tokens per forward pass, including padding; set it lower if the update runs out of memory"""
+    """maximum tokens per forward pass, including padding; lower it if the update runs out of memory"""
     update_epochs: int = 1
     """passes over each rollout"""
     max_grad_norm: float = 1.0
     """larger gradients are scaled down to this norm"""
     gradient_checkpointing: bool = False
-    """recompute activations in the backward pass, which saves memory and takes about a third longer"""
+    """recompute activations in the backward pass: saves memory, takes about a third longer"""
     precision: Literal["auto", "bfloat16", "float32"] = "auto"
     """precision of the transformer blocks (auto: bfloat16 where the hardware supports it, otherwise float32)"""
     lora_rank: int = 0
@@ -123,7 +123,7 @@ class Args:
     run_dir: str = ""
     """new folder for logs and checkpoints (default: runs/SCRIPT__SEED__TIME)"""
     resume: str = ""
-    """folder of a run to continue, one you trust; its settings become the defaults"""
+    """folder of a run to continue (one that you trust); its settings become the defaults"""
     seed: int = 1
     """seed of sampling and of the order of prompts"""
     track: bool = False
@@ -341,7 +341,7 @@ def parse_args():
 def read_config(name):
     """Return what a model's config.json holds; exit if such a model cannot be trained here."""
     if Path(name, "adapter_config.json").exists():
-        raise SystemExit(f"{name} is a LoRA adapter: merge it into its model first, by merge_and_unload() of peft")
+        raise SystemExit(f"{name} is a LoRA adapter: merge it into its model first, with merge_and_unload() of peft")
     config, _ = PreTrainedConfig.get_config_dict(name)
     if "quantization_config" in config:
         raise SystemExit(
@@ -603,12 +603,12 @@ def load_model(name, tokenizer, lora_rank=0):
     try:
         model, info = AutoModelForCausalLM.from_pretrained(name, **options)
     except ValueError as error:
-        raise SystemExit(f"{name}, a {stored[0]}, is no causal language model: {error!s:.200}") from error
+        raise SystemExit(f"{name}, a {stored[0]}, is not a causal language model: {error!s:.200}") from error
     unfit = sorted([*info["missing_keys"], *info["mismatched_keys"]], key=str)
     if unfit:
-        raise SystemExit(f"{name}: the weights do not fit its config.json, or some are missing: {unfit[0]}")
+        raise SystemExit(f"{name}: the weights do not fit config.json, or some are missing: {unfit[0]}")
     if type(model).__name__ not in stored:
-        print(f"{name} is a {stored[0]}: only its {type(model).__name__} is trained and saved, without vision")
+        print(f"{name} is a {stored[0]}: only its text model, {type(model).__name__}, is trained and saved")
     model.get_input_embeddings().padding_idx = None  # otherwise a pad token that is in use would not be trained
     stop_ids = {find_turn_end(tokenizer)}
     for source in (model.generation_config, model.config.get_text_config(), tokenizer):
@@ -678,7 +678,7 @@ def check_model(model, prompt_ids, args):
     gap = (logprobs - sampled).abs().max().item()
     if not gap < 0.01:
         raise SystemExit(
-            f"log-probabilities of sampling and training differ by {gap:.2g}: head_logprobs lacks something"
+            f"log-probabilities of sampling and training differ by {gap:.2g}: does the model scale or cap its logits?"
         )
 
 
@@ -785,6 +785,7 @@ def head_logprobs(model, hidden, targets, temperature):
         if cap:
             logits = (logits / cap).tanh() * cap
         logprobs = (logits / temperature).log_softmax(-1)
+        # Detached, since they are only logged; an entropy bonus would need their gradient.
         entropies = -(logprobs.exp() * logprobs).detach().sum(-1)
         return logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), entropies
 
@@ -876,7 +877,7 @@ def open_run(args, policy, optimizer):
         last_step = load_state(Path(args.run_dir), policy, optimizer)
     elif not args.run_dir:
         started = datetime.fromtimestamp(all_reduce(time.time(), dist.ReduceOp.MAX))  # the same on all ranks
-        args.run_dir = f"runs/{Path(__file__).stem}__{args.seed}__{started:%Y%m%d-%H%M%S-%f}"
+        args.run_dir = f"runs/{Path(sys.argv[0]).stem}__{args.seed}__{started:%Y%m%d-%H%M%S-%f}"
     if dist.get_rank() == 0:
         print(f"{args.run_dir}: {args.precision} on {policy.model.device}, number of ranks: {dist.get_world_size()}")
         settings = asdict(args) | {"resume": ""}
@@ -892,7 +893,7 @@ def load_state(run_dir, policy, optimizer):
     """Load the newest state, remove later lines from the logs, and return the state's step."""
     folders = sorted(run_dir.glob("state/0*"))
     if not folders:
-        raise SystemExit(f"--resume {run_dir}: this run has not saved a state; start it again without --resume")
+        raise SystemExit(f"--resume {run_dir}: this run has no saved state; start it again without --resume")
     model, moments = dcp_state.get_state_dict(policy, optimizer)
     dcp.load({"model": model}, checkpoint_id=folders[-1])
     # Weights that never had a gradient have no moments.
@@ -934,12 +935,12 @@ def log_step(args, step, metrics):
         return
     if args.track:
         wandb.log({"step": step} | metrics)
-    found = [f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/")]
+    found = [f"{name[5:]} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/")]
     if found:
-        tqdm.write(f"step {step}: {', '.join(found)}")
+        tqdm.write(f"evaluation after step {step}: {', '.join(found)}")
     recent = [line.get("reward/zero_std") for line in read_metrics(args)[-5:]]
     if step % 5 == 0 and recent == [1.0] * 5:
-        tqdm.write(f"step {step}: no learning signal for five steps: all rewards within each group were equal")
+        tqdm.write(f"step {step}: no learning signal for five steps: all completions of each group had the same reward")
 
 
 def append_line(args, name, row):
@@ -1100,7 +1101,7 @@ def step_optimizer(policy, optimizer, learning_rate, max_grad_norm):
             optimizer.step()
     optimizer.zero_grad()
     if policy.bad_gradients == 3:
-        raise SystemExit(f"the gradient's norm was {grad_norm} three times in a row: lower --learning-rate?")
+        raise SystemExit(f"the gradient norm was {grad_norm} three times in a row: try a lower --learning-rate")
     return grad_norm
 
 
@@ -1174,7 +1175,7 @@ def end_run(args, stops, handlers):
         if len(evaluations) > 1:
             for name in evaluations[0]:
                 if name.startswith("eval/"):
-                    print(f"{name.removeprefix('eval/')} {evaluations[0][name]:.3f} -> {evaluations[-1][name]:.3f}")
+                    print(f"{name[5:]} {evaluations[0][name]:.3f} -> {evaluations[-1][name]:.3f}")
         if Path(args.run_dir, "checkpoint").exists():
             print(f"model: {args.run_dir}/checkpoint; to continue: --resume {args.run_dir} --num-steps N")
     for signum, handler in handlers.items():

@@ -56,7 +56,7 @@ HERE = Path(__file__).resolve().parent
 
 @dataclass
 class Args:
-    """Bradley-Terry reward model of preference pairs."""
+    """Train a Bradley-Terry reward model on preference pairs."""
 
     # model and data; the defaults suit real models, and "task_defaults" in a model's config.json replaces them
     model: str = str(HERE / "models/tiny")
@@ -66,9 +66,9 @@ class Args:
     system_prompt: str = ""
     """system message placed before every prompt that has none"""
     max_prompt_length: int = 512
-    """most tokens per prompt; pairs with a longer one are dropped"""
+    """maximum tokens per prompt; pairs with a longer one are dropped"""
     max_completion_length: int = 512
-    """most tokens per completion, including the stop token; pairs with a longer one are dropped"""
+    """maximum tokens per completion, including the stop token; pairs with a longer one are dropped"""
 
     # optimization
     num_steps: int = 1000
@@ -80,11 +80,11 @@ class Args:
     minibatch_size: int = 64
     """pairs per optimizer step, over all ranks"""
     microbatch_tokens: int = 16384
-    """most tokens per forward pass, including padding; set it lower if the update runs out of memory"""
+    """maximum tokens per forward pass, including padding; lower it if the update runs out of memory"""
     max_grad_norm: float = 1.0
     """larger gradients are scaled down to this norm"""
     gradient_checkpointing: bool = False
-    """recompute activations in the backward pass, which saves memory and takes about a third longer"""
+    """recompute activations in the backward pass: saves memory, takes about a third longer"""
     precision: Literal["auto", "bfloat16", "float32"] = "auto"
     """precision of the transformer blocks (auto: bfloat16 where the hardware supports it, otherwise float32)"""
     lora_rank: int = 0
@@ -100,7 +100,7 @@ class Args:
     run_dir: str = ""
     """new folder for logs and checkpoints (default: runs/SCRIPT__SEED__TIME)"""
     resume: str = ""
-    """folder of a run to continue, one you trust; its settings become the defaults"""
+    """folder of a run to continue (one that you trust); its settings become the defaults"""
     seed: int = 1
     """seed of the scalar head and of the order of pairs"""
     track: bool = False
@@ -231,7 +231,7 @@ def parse_args():
 def read_config(name):
     """Return what a model's config.json holds; exit if such a model cannot be trained here."""
     if Path(name, "adapter_config.json").exists():
-        raise SystemExit(f"{name} is a LoRA adapter: merge it into its model first, by merge_and_unload() of peft")
+        raise SystemExit(f"{name} is a LoRA adapter: merge it into its model first, with merge_and_unload() of peft")
     config, _ = PreTrainedConfig.get_config_dict(name)
     if "quantization_config" in config:
         raise SystemExit(
@@ -567,7 +567,7 @@ def check_scores(model, pair):
     theirs = model(input_ids=padded, attention_mask=nn.functional.pad(ones, (0, 3))).logits.item()
     ours = sequence_scores(model, ids[:, :-1], ones[:, :-1], ids[:, -1:], ones[:, -1:]).item()
     if not abs(ours - theirs) < 0.01:
-        raise SystemExit(f"a score is {theirs:.3f} in Hugging Face, and {ours:.3f} at the completion's last token")
+        raise SystemExit(f"the score is {theirs:.3f} by the model's forward pass, but {ours:.3f} at the last token")
 
 
 def hidden_states(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
@@ -658,7 +658,7 @@ def open_run(args, policy, optimizer):
         last_step = load_state(Path(args.run_dir), policy, optimizer)
     elif not args.run_dir:
         started = datetime.fromtimestamp(all_reduce(time.time(), dist.ReduceOp.MAX))  # the same on all ranks
-        args.run_dir = f"runs/{Path(__file__).stem}__{args.seed}__{started:%Y%m%d-%H%M%S-%f}"
+        args.run_dir = f"runs/{Path(sys.argv[0]).stem}__{args.seed}__{started:%Y%m%d-%H%M%S-%f}"
     if dist.get_rank() == 0:
         print(f"{args.run_dir}: {args.precision} on {policy.model.device}, number of ranks: {dist.get_world_size()}")
         settings = asdict(args) | {"resume": ""}
@@ -674,7 +674,7 @@ def load_state(run_dir, policy, optimizer):
     """Load the newest state, remove later lines from the logs, and return the state's step."""
     folders = sorted(run_dir.glob("state/0*"))
     if not folders:
-        raise SystemExit(f"--resume {run_dir}: this run has not saved a state; start it again without --resume")
+        raise SystemExit(f"--resume {run_dir}: this run has no saved state; start it again without --resume")
     model, moments = dcp_state.get_state_dict(policy, optimizer)
     dcp.load({"model": model}, checkpoint_id=folders[-1])
     # Weights that never had a gradient have no moments.
@@ -716,12 +716,12 @@ def log_step(args, step, metrics):
         return
     if args.track:
         wandb.log({"step": step} | metrics)
-    found = [f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/")]
+    found = [f"{name[5:]} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/")]
     if found:
-        tqdm.write(f"step {step}: {', '.join(found)}")
+        tqdm.write(f"evaluation after step {step}: {', '.join(found)}")
     recent = [line.get("reward/zero_std") for line in read_metrics(args)[-5:]]
     if step % 5 == 0 and recent == [1.0] * 5:
-        tqdm.write(f"step {step}: no learning signal for five steps: all rewards within each group were equal")
+        tqdm.write(f"step {step}: no learning signal for five steps: all completions of each group had the same reward")
 
 
 def append_line(args, name, row):
@@ -836,7 +836,7 @@ def step_optimizer(policy, optimizer, learning_rate, max_grad_norm):
             optimizer.step()
     optimizer.zero_grad()
     if policy.bad_gradients == 3:
-        raise SystemExit(f"the gradient's norm was {grad_norm} three times in a row: lower --learning-rate?")
+        raise SystemExit(f"the gradient norm was {grad_norm} three times in a row: try a lower --learning-rate")
     return grad_norm
 
 
@@ -881,7 +881,7 @@ def end_run(args, stops, handlers):
         if len(evaluations) > 1:
             for name in evaluations[0]:
                 if name.startswith("eval/"):
-                    print(f"{name.removeprefix('eval/')} {evaluations[0][name]:.3f} -> {evaluations[-1][name]:.3f}")
+                    print(f"{name[5:]} {evaluations[0][name]:.3f} -> {evaluations[-1][name]:.3f}")
         if Path(args.run_dir, "checkpoint").exists():
             print(f"model: {args.run_dir}/checkpoint; to continue: --resume {args.run_dir} --num-steps N")
     for signum, handler in handlers.items():

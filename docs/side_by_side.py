@@ -1,9 +1,9 @@
-"""Write docs/side_by_side.md: tables of all scripts, and what each online script changes in the code of grpo.py, with
-the reason for each hunk.
+"""Write docs/side_by_side.md: tables of all scripts, and each hunk by which an online script differs from grpo.py, with
+its reason.
 
     python docs/side_by_side.py
 
-Docstrings and help texts are left out of the comparison; the papers' formulas are at the head of each script.
+The comparison leaves out docstrings and help texts.
 """
 
 import ast
@@ -15,112 +15,118 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PATH = ROOT / "docs" / "side_by_side.md"
-# One sentence a hunk, in the order of the hunks.
+# The reason for each hunk, in the order of the hunks.
 NOTES = {
     "reinforce": [
-        "One optimizer step per rollout: no minibatches, no passes over old completions; the warm-up is RLOO's 3 %.",
-        "No clipping and no KL term; b is the subject of this script, and `--baseline` is one of three words.",
-        "Rᵢ − bᵢ with b = 0, the mean of the group, or (RLOO, section 2.3) the mean of the others; no 1/std R.",
-        "There is no ratio, so there are no log-probabilities of an older policy: the sampler's weight is π_θ / "
+        "One optimizer step per rollout: no minibatches and no epochs. RLOO warms up for 3 % of the steps.",
+        "No clipping and no KL term. The baseline b is the subject of this script, so `--baseline` chooses it.",
+        "The advantage is Rᵢ − bᵢ. bᵢ is 0, the mean of the group, or the mean of the others (RLOO, section 2.3). "
+        "Nothing is divided by std R.",
+        "There is no ratio, so log-probabilities of an older policy are not needed. The sampler's weight is π_θ / "
         "π_sampler.",
-        "Williams' eq. 11, (R − b) ∇ log π, whose log-probabilities are summed over the tokens of a completion.",
-        "Every step is on policy.",
-        "What policy_loss takes.",
-        "Without a baseline one completion per prompt is enough.",
-        "No reference model: RLOO has its KL penalty in the reward, which is left out (Departures).",
+        "Williams' eq. 11: (R − b) ∇ log π, with log-probabilities summed over the tokens of a completion.",
+        "Every step is on-policy.",
+        "The arguments of policy_loss.",
+        "Without a baseline, one completion per prompt is enough.",
+        "No reference model. RLOO has a KL penalty in the reward, which this script leaves out (see its departures).",
         "One optimizer step per rollout.",
-        "The policy gradient holds for the policy that sampled: one step, whose divisor is the number of completions; "
-        "without KL term, a row of zero advantage has no gradient at all.",
+        "The policy gradient only holds for the policy that sampled, so there is one step, divided by the number of "
+        "completions. Without a KL term, rows with advantage 0 have no gradient.",
     ],
     "dr_grpo": [
         "No KL term (table 6).",
-        "The first bias: Aᵢ = Rᵢ − mean R, without 1/std R (section 3.2).",
+        "The first bias is removed: Aᵢ = Rᵢ − mean R, without 1/std R (section 3.2).",
         "No reference model.",
-        "The constant is an argument.",
+        "The constant divisor is an argument.",
         "Lengths are not needed.",
-        "The second bias: a constant in place of 1/|oᵢ| (listing 1); no KL term (table 6); a truncated completion "
-        "counts as wrong, as in the authors' code.",
+        "The second bias is removed: a constant replaces 1/|oᵢ| (listing 1). There is no KL term (table 6). A "
+        "truncated completion counts as wrong, as in the authors' code.",
         "No reference model.",
-        "What policy_loss takes.",
+        "The arguments of policy_loss.",
         "No reference model.",
-        "The reward that training sees; without KL term, a row of zero advantage has no gradient at all.",
+        "Advantages come from the rewards with truncation punished. Without a KL term, rows with advantage 0 have no "
+        "gradient.",
         "No reference model.",
-        "The reward that training sees.",
+        "The mean of the rewards that training uses.",
     ],
     "dapo": [
-        "The most rounds of dynamic sampling.",
-        "20 rollouts of warm-up, several updates per rollout (section 4.1).",
-        "Two clip ranges (section 3.1), no KL term (section 2.3), and the buffer of eq. 13: a fifth of the limit.",
+        "The maximum number of rounds of dynamic sampling.",
+        "A warm-up of 20 rollouts, and several updates per rollout (section 4.1).",
+        "Two clip ranges (section 3.1), no KL term (section 2.3), and the buffer of eq. 13, a fifth of the maximum "
+        "length.",
         "Two clip ranges, and no reference model.",
         "Lengths are not needed.",
-        "Clip-higher (section 3.1), in the metrics as well.",
-        "Eq. 8's sum over all tokens in place of a mean per completion (section 3.3), without KL term; the soft "
-        "overlong punishment of eq. 13; the constraint of eq. 11; dynamic sampling (section 3.2): sample until the "
-        "batch is full of groups neither all right nor all wrong.",
-        "What policy_loss takes.",
-        "No reference model (section 2.3); a resumed run goes on where the run before stopped consuming prompts.",
-        "Dynamic sampling in place of one rollout; the reward is +1 or −1 (eq. 7) plus the punishment of eq. 13; "
-        "without KL term, a row of zero advantage has no gradient at all.",
-        "Only groups with signal are trained on, and there is no reference model.",
-        "The token mean (section 3.3), here over the whole optimizer step, as in the authors' code.",
-        "What dynamic sampling costs, and the reward that training sees.",
+        "Clip-higher (section 3.1), also in the metrics.",
+        "The loss is eq. 8's sum over all tokens instead of a mean per completion (section 3.3), without a KL term. "
+        "The new functions are the soft overlong punishment (eq. 13), the constraint of eq. 11, and dynamic sampling "
+        "(section 3.2), which samples until the batch is full of groups that are neither all right nor all wrong.",
+        "The arguments of policy_loss.",
+        "No reference model (section 2.3). A resumed run continues with the prompt after the last one that was used.",
+        "Dynamic sampling replaces the single rollout. The reward is +1 or −1 (eq. 7) plus the punishment of eq. 13. "
+        "Without a KL term, rows with advantage 0 have no gradient.",
+        "Only groups with a signal are trained on, and there is no reference model.",
+        "The mean over tokens (section 3.3), taken over the whole optimizer step, as in the authors' code.",
+        "The cost of dynamic sampling, and the mean of the rewards that training uses.",
     ],
     "gspo": [
         "Four minibatches per rollout (section 5.1).",
         "The two clip ranges of section 5.1, and no KL term, which the paper leaves out.",
         "Two clip ranges, and no reference model.",
         "A completion has one ratio, as it has one advantage.",
-        "Eq. 7: the geometric mean of its tokens' ratios; a completion that is clipped counts with all its tokens.",
-        "Eq. 5, and no KL term; the sampler's weight is such a mean, too: unclipped, weight times ratio is eq. 7 "
-        "against what sampled.",
-        "What policy_loss takes.",
+        "Eq. 7: the ratio is the geometric mean of the tokens' ratios. A clipped completion counts with all its "
+        "tokens.",
+        "Eq. 5, without a KL term. The sampler's weight is a geometric mean, too, so that without clipping, weight "
+        "times ratio is eq. 7 with the sampler as the old policy.",
+        "The arguments of policy_loss.",
         "No reference model.",
-        "Without KL term, a row of zero advantage has no gradient at all.",
+        "Without a KL term, rows with advantage 0 have no gradient.",
         "No reference model.",
     ],
     "cispo": [
-        "More optimizer steps of each rollout, nearer to the paper's sixteen (section 3.1).",
-        "One range, above: the paper sets ε_low so that it never binds, and has no KL term (section 3.1).",
-        "One range, and no reference model.",
+        "More optimizer steps per rollout, closer to the paper's sixteen (section 3.1).",
+        "Only an upper limit: the paper sets ε_low so that it never takes effect, and has no KL term (section 3.1).",
+        "Only an upper limit, and no reference model.",
         "Lengths are not needed.",
-        "Eq. 5: the ratio is a weight, capped, through which no gradient flows; no token loses its gradient, and what "
-        "is counted is how many are capped, whatever their advantage.",
-        "Eq. 4: the weight times the policy gradient, of every token, in place of the smaller of two surrogates, of "
-        "which one has no gradient where it is clipped; the sum over all tokens in place of a mean per completion; no "
-        "KL term.",
-        "What policy_loss takes.",
+        "Eq. 5: the ratio is a capped weight through which no gradient flows, so no token loses its gradient. The "
+        "metric counts capped tokens, whatever their advantage.",
+        "Eq. 4: the weight times the policy gradient of every token. GRPO takes the smaller of two surrogates, one of "
+        "which has no gradient where it is clipped. The sum runs over all tokens instead of a mean per completion, "
+        "and there is no KL term.",
+        "The arguments of policy_loss.",
         "No reference model.",
-        "Without KL term, a row of zero advantage has no gradient at all.",
+        "Without a KL term, rows with advantage 0 have no gradient.",
         "No reference model.",
-        "The token mean of eq. 4, here over the whole optimizer step.",
+        "The mean over tokens of eq. 4, taken over the whole optimizer step.",
     ],
     "grpo_process": [
         "To find the token that ends a step.",
-        "Section 4.1.3: what the steps are and what each is worth, where they end among the tokens, and their "
-        "rewards, normalised over all steps of the group and summed from a token on; the final answer is the last "
-        "step.",
-        "A token has its own advantage.",
-        "The steps of every completion, in place of its reward; a completion has as many advantages as tokens.",
-        "How many steps were found; none is said.",
+        "Section 4.1.3. `step_rewards` finds the steps and their rewards, and `find_steps` the tokens that end them. "
+        "`compute_advantages` normalises the rewards over all steps of the group and sums them from each token on. "
+        "The final answer is the last step.",
+        "Each token has its own advantage.",
+        "The steps of each completion replace its reward, and a completion has one advantage per token.",
+        "The number of steps found, with a message if there are none.",
     ],
     "grpo_tools": [
-        "How a real model is told to call the tool.",
-        "How much of a text the tool sees, and may say; no KL term.",
-        "The tool, and what `generate` asks for every draw: after certain tokens it asks the tool, whose reply it "
-        "writes over the draws that follow, with the log-probability −inf.",
+        "The default system prompt tells a real model how to call the tool.",
+        "The maximum number of tokens that the tool reads and writes. There is no KL term.",
+        "The tool, and the object that `generate` calls after every sampled token. After certain tokens it asks the "
+        "tool, and replaces the next sampled tokens by the reply, with log-probability −inf. `mark_replies` marks "
+        "the replies in the logged samples.",
         "No KL term.",
         "No KL term.",
         "No KL term.",
-        "Of a row that only keeps pace with the other ranks no token counts.",
-        "What policy_loss takes: the mask of the policy's own tokens, so that the tool's are in no loss and no mean.",
-        "Nor in the entropy and the count of tokens.",
-        "No reference model; the tool.",
-        "Evaluations have the tool, too.",
-        "What was drawn has a finite log-probability, what was replied has not; without KL term, a row of zero "
-        "advantage has no gradient at all.",
+        "A row that only keeps this rank in step with the others has no tokens of its own.",
+        "The arguments of policy_loss. The mask has only the policy's own tokens, so the tool's are in no loss and no "
+        "mean.",
+        "The tool's tokens are not in the entropy and the count of tokens either.",
+        "The tool, and no reference model.",
+        "Evaluations use the tool, too.",
+        "Sampled tokens have a finite log-probability, and the tool's do not. Without a KL term, rows with advantage "
+        "0 have no gradient.",
         "No reference model.",
-        "How often and how much the tool wrote; a step without any reply is said.",
-        "Evaluations have the tool, too.",
+        "How often and how much the tool wrote, with a message if it never replied.",
+        "Evaluations use the tool, too. The logged samples show its replies between « and ».",
     ],
 }
 
@@ -159,9 +165,10 @@ def code_hunks(script):
 
 HEAD = """# Side by side
 
-Made by `python docs/side_by_side.py`. Tables of all scripts, then the online scripts hunk by hunk, above the
-line that parts the algorithm from the plumbing. Below it they are one text, and what this page does not show above
-it is identical to the letter (`tests/test_copies.py`, `docs/test_diffs.py`).
+The tables compare all scripts. The hunks below them show how each script that samples its own completions, except PPO,
+differs from `grpo.py`. They come from above the line `# ---- below`, without docstrings and help texts. All other code
+of these scripts is identical (`tests/test_copies.py`, `docs/test_diffs.py`). This page is written by
+`python docs/side_by_side.py`.
 
 | | REINFORCE | GRPO | Dr. GRPO | DAPO | GSPO | CISPO |
 |---|---|---|---|---|---|---|
@@ -183,25 +190,27 @@ rule | rule |
 of the token |
 | clipping | none | 0.2 | 0.2 | 0.2 below, 0.28 above | 3e-4 below, 4e-4 above | none; r counts up to 5 |
 | KL | none | k3 to the initial model, in the loss | none | none | none | none |
-| groups without signal | no pass | only the KL term | no pass | replaced by other prompts | no pass | no pass |
+| groups without a signal | skipped | only the KL term | skipped | replaced by other prompts | skipped | skipped |
 | models in memory | policy | policy, reference | policy | policy | policy | policy |
 """
 MORE = """
-Two more are GRPO but for these rows:
+Two more scripts differ from GRPO only in these rows:
 
 | | GRPO, process supervision | GRPO, tools |
 |---|---|---|
 | script | `grpo_process.py` | `grpo_tools.py` |
 | paper | [3](https://arxiv.org/abs/2402.03300v3) | [12](https://arxiv.org/abs/2503.09516v1) |
-| objective | as GRPO's | as GRPO's, over the tokens that the policy wrote, without KL term |
-| advantage | of a token: Σ (R − mean) / std over the steps that end at it or later | as GRPO's |
+| objective | as in GRPO | as in GRPO, over the tokens that the policy wrote, without a KL term |
+| advantage | of a token: Σ (R − mean) / std over the steps that end at it or later | as in GRPO |
 | reward R | a rule for every step, and for the answer | rule |
 | weight of a token | 1 / (\\|oᵢ\\| completions) | 1 / (own tokens of oᵢ, completions); 0 for those of the tool |
 | models in memory | policy, reference | policy |
 """
 FOOT = """
-π is π_θ(oᵢₜ), r the ratio π_θ / π_old of a token, s that of a completion, L `--max-completion-length`; sums are over
-completions i and their tokens t.
+π is π_θ(oᵢₜ), r is the ratio π_θ / π_old of a token, s is the ratio of a completion, and L is
+`--max-completion-length`. Sums are over completions i and their tokens t.
+
+The other four scripts do not use groups:
 
 | | SFT | reward model | DPO | PPO |
 |---|---|---|---|---|
@@ -218,16 +227,16 @@ completions i and their tokens t.
 | ratio | none | none | none | of the token |
 | clipping | none | none | none | 0.2; values within 0.2 of the old ones |
 | KL | none | none | β, implied by the loss | k1 to the initial model, in the reward |
-| models in memory | policy | reward model | policy; the reference's log-probabilities are kept | \
+| models in memory | policy | reward model | policy; the reference's log-probabilities are computed once | \
 policy, value model, reference, reward model |
 """
 NAMES = """
-y_w and y_l are the preferred and the other completion of a pair, s their scores. A rollout of PPO has one completion a
-prompt."""
+y_w and y_l are the preferred and the other completion of a pair, and s_w and s_l are their scores. A rollout of PPO has
+one completion per prompt."""
 
 
 def updates_per_rollout(script):
-    """The optimizer steps that a script makes of each rollout by default: of the embedded model, and of a real one."""
+    """Return the optimizer steps per rollout with a script's default settings, for the bundled and for a real model."""
     named = json.loads((ROOT / "models" / "tiny" / "config.json").read_text(encoding="utf-8"))["task_defaults"]
     real = vars(importlib.import_module(script).Args())
     found = []
@@ -242,11 +251,10 @@ def render():
     sys.path.insert(0, str(ROOT))
     columns = ("reinforce", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "ppo_rlhf")
     updates = ["{}, {}".format(*updates_per_rollout(script)) for script in columns]
-    row = "| updates per rollout (embedded, real) | {} |".format
+    row = "| updates per rollout (bundled model, real model) | {} |".format
     text = [HEAD + row(" | ".join(updates[:-1])), MORE + FOOT + row(" | ".join(["-", "-", "-", updates[-1]])), NAMES]
     for script, notes in NOTES.items():
-        text += ["", f"## `{script}.py` against `grpo.py`", ""]
-        text += ["Code only: docstrings and help texts are left out."]
+        text += ["", f"## `{script}.py` against `grpo.py`"]
         for (where, diff), note in zip(code_hunks(script), notes, strict=True):
             text += ["", f"{where}: {note}", "", "```diff", *diff, "```"]
     return "\n".join(text) + "\n"

@@ -8,7 +8,7 @@ from sync_copies import MARKER, ROOT
 
 # Above the line: {script: lines added, lines removed} at most; an alarm, not a goal.
 BUDGETS = {"dr_grpo": (40, 50), "gspo": (41, 57), "dapo": (105, 63), "reinforce": (54, 104)}
-BUDGETS |= {"cispo": (34, 52), "grpo_process": (113, 30), "grpo_tools": (115, 50)}
+BUDGETS |= {"cispo": (34, 52), "grpo_process": (113, 30), "grpo_tools": (130, 51)}
 # PPO trains a second model against a third; a reward model reads scores, DPO has a reference.
 MORE_BUDGETS = {("grpo", "ppo_rlhf"): (250, 98), ("reward_model", "dpo"): (92, 52)}
 ALL_BUDGETS = {("grpo", script): budget for script, budget in BUDGETS.items()} | MORE_BUDGETS

@@ -1,16 +1,20 @@
 """What docs/fork.md shows is true: its diffs apply to grpo.py, its forks train, and its test knows a wrong loss."""
 
+import http.server
 import importlib
 import inspect
+import json
 import math
 import re
 import shutil
 import subprocess
 import sys
+import threading
+import urllib.error
 
 import pytest
 import torch
-from helpers import WITHOUT_KL, random_inputs
+from helpers import WITHOUT_KL, random_inputs, tensor
 from sync_copies import MARKER
 from tiny import ROOT, build_model, load_module, make_args, make_batch, parse, read_jsonl, record, relative_error
 
@@ -19,7 +23,10 @@ import grpo
 
 PAGE = (ROOT / "docs" / "fork.md").read_text(encoding="utf-8")
 DIFFS = dict(re.findall(r"^```diff\n--- (\w+)\.py\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
-[TEST] = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+[SERVICE, TEST] = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+# Edits of one line: entropies with a gradient, and the median absolute deviation in place of the standard deviation.
+[(DETACHED, ATTACHED)] = re.findall(r"^    (entropies = .*)\n    (entropies = .*)\n", PAGE, re.MULTILINE)
+[DEVIATION] = re.findall(r"^    (std = .*)\n", PAGE, re.MULTILINE)
 COPY = "    cp grpo.py {0}.py\n    sed -n '/^--- {0}.py/,/^```$/p' docs/fork.md | git apply -p0\n"
 SIZES = {"prompts_per_step": 4, "group_size": 4, "minibatch_size": 8, "warmup_steps": 0, "learning_rate": 4e-4}
 TWO_GROUPS = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 0.0]), 3
@@ -29,14 +36,14 @@ WRONG = {  # mistakes in the loss of my_cispo.py: what is replaced by what
     "a bound below": (".clamp(max=1 + clip_eps)", ".clamp(1 - clip_eps, 1 + clip_eps)"),
     "capped tokens are dropped": ("* advantages * logprobs", "* advantages * logprobs * (ratio < 1 + clip_eps)"),
     "the wrong sign": ("token_loss = -weight", "token_loss = weight"),
-    "a mean in place of the sum": ("token_loss, 0.0).sum()", "token_loss, 0.0).mean()"),
+    "a mean instead of the sum": ("token_loss, 0.0).sum()", "token_loss, 0.0).mean()"),
     "padding counts": ("torch.where(mask, token_loss, 0.0).sum()", "token_loss.sum()"),
 }
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """grpo.py of now and the forks that the page's own commands make of it, beside the embedded model."""
+    """grpo.py of now and the forks that the page's own commands make of it, beside the bundled model."""
     folder = tmp_path_factory.mktemp("forks")
     for name in ("docs", "models", "data"):
         (folder / name).symlink_to(ROOT / name)
@@ -55,11 +62,11 @@ def forks(folder):
         yield {name: importlib.import_module(name) for name in DIFFS}
 
 
-def train(fork, folder):
+def train(fork, folder, **settings):
     """A run of two steps of two minibatches: its metrics, samples, and the divisors and tokens of its rollouts."""
     with pytest.MonkeyPatch.context() as patch:
         calls = record(patch, fork, "accumulate_gradients")
-        fork.main(parse(fork, run_dir=folder, num_steps=2, eval_prompts=4, seed=3, **SIZES))
+        fork.main(parse(fork, run_dir=folder, num_steps=2, eval_prompts=4, seed=3, **SIZES | settings))
     lines, samples = read_jsonl(folder / "metrics.jsonl"), read_jsonl(folder / "samples.jsonl")
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert all(math.isfinite(value) for line in lines for value in line.values())
@@ -100,6 +107,122 @@ def test_the_length_penalty_is_what_the_page_says(forks, tmp_path):
     assert lines[0]["eval/reward"] < lines[0]["eval/accuracy"]  # which counts is_right
 
 
+def test_advantages_are_centred_on_the_median(forks, folder, tmp_path):
+    """Of groups of five: many values, two right, three right, all equal; of four it is the lower of the middle two."""
+    fork, rewards = forks["my_median"], tensor([0.1, 0.2, 0.9, 0.4, 0.3, 1, 0, 0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 1, 1])
+    centred = tensor([-0.2, -0.1, 0.6, 0.1, 0.0, 1, 0, 0, 0, 1, 0, 0, -1, -1, 0, 0, 0, 0, 0, 0])
+    stds = tensor([0.097**0.5, 0.3**0.5, 0.3**0.5, 0.0]).repeat_interleave(5)  # 0.388 / 4, and 1.2 / 4
+    torch.testing.assert_close(fork.compute_advantages(rewards, 5), centred / (stds + 1e-4), rtol=1e-12, atol=1e-15)
+    assert fork.compute_advantages(tensor([1, 0, 0, 1]), 4).sign().tolist() == [1, 0, 0, 1]
+    source = (folder / "my_median.py").read_text(encoding="utf-8")
+    (tmp_path / "by_deviation.py").write_text(
+        re.sub(r"(?m)^    std = .*$", f"    {DEVIATION}", source), encoding="utf-8"
+    )
+    by_deviation = load_module(tmp_path / "by_deviation.py").compute_advantages(rewards, 5)
+    deviations = tensor([0.1, 0.0, 0.0, 0.0]).repeat_interleave(5)  # of 0.2, 0.1, 0.6, 0.1 and 0 the median is 0.1
+    torch.testing.assert_close(by_deviation, centred / (deviations + 1e-4), rtol=1e-12, atol=1e-12)
+    train(fork, tmp_path / "run", group_size=5, minibatch_size=10, kl_coef=0.0)
+
+
+# ---- the reward from an HTTP service
+
+
+@pytest.fixture
+def server():
+    """A local HTTP server whose reward is the length of the completion, and which can be told to misbehave."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.troubles, server.answers_left, server.together = [], math.inf, threading.Barrier(1)
+    server.asked, server.over, server.lock = [], threading.Event(), threading.Lock()
+    server.given_up_on = True
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    yield server
+    server.over.set()
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        server, row = self.server, json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with server.lock:
+            trouble = server.troubles.pop() if server.troubles else None
+            if trouble is None and server.answers_left <= 0:
+                trouble = "status"
+            if trouble is None:
+                server.answers_left -= 1
+                server.asked.append(row)
+        if trouble == "status":
+            self.send_error(503)
+        elif trouble == "silence":
+            server.given_up_on = server.over.wait(30)  # false if the client still waits
+        elif trouble is None:
+            server.together.wait(20)
+            reward = json.dumps({"reward": len(row["completion"])}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(reward)))
+            self.end_headers()
+            self.wfile.write(reward)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def service(server, tmp_path, monkeypatch):
+    """The page's my_service.py, which asks that server and hardly pauses."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    (tmp_path / "my_service.py").write_text(SERVICE, encoding="utf-8")
+    module = load_module(tmp_path / "my_service.py")
+    module.URL, module.PAUSES = f"http://127.0.0.1:{server.server_port}/reward", [0.01] * len(module.PAUSES)
+    return module
+
+
+def test_requests_run_in_parallel_keep_their_order_and_are_repeated(service, server):
+    """The server first answers only when it has four requests at a time; then three fail once, each in another way."""
+    completions, rows = ["x" * i for i in range(8)], [{"prompt": f"p{i}", "answer": str(i), "x": i} for i in range(8)]
+    server.together = threading.Barrier(4)
+    assert service.score_completions(completions, rows) == [*range(8)]
+    service.TIMEOUT, server.troubles, server.together = 3, ["status", "silence", "hang up"], threading.Barrier(1)
+    assert service.score_completions(completions, rows) == [*range(8)]
+    assert not server.troubles and server.given_up_on
+    expected = [{"prompt": f"p{i}", "answer": str(i), "completion": "x" * i} for i in range(8)]
+    assert sorted(server.asked, key=lambda row: row["prompt"]) == [row for row in expected for _ in range(2)]
+
+
+def test_the_last_attempt_raises_whatever_the_failure_is(service, server):
+    server.answers_left = 0
+    server.troubles = ["hang up"] * len(service.PAUSES)
+    with pytest.raises(urllib.error.HTTPError, match="503"):
+        service.score_completions(["x"], [{"prompt": "p", "answer": None}])
+    assert not server.troubles
+    service.URL = "http://127.0.0.1:9/reward"  # where nobody listens
+    with pytest.raises(urllib.error.URLError):
+        service.score_completions(["x"], [{"prompt": "p", "answer": None}])
+
+
+def test_a_service_that_goes_down_ends_the_run_and_resumed_it_ends_as_if_nothing_had_happened(
+    service, server, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(grpo, "score_completions", service.score_completions)
+    settings = {"num_steps": 2, "eval_prompts": 0, "save_every": 1, "seed": 3, "max_completion_length": 16, **SIZES}
+    grpo.main(parse(grpo, run_dir=tmp_path / "whole", **settings))
+    server.answers_left = 16  # the first rollout
+    with pytest.raises(urllib.error.HTTPError, match="503"):
+        grpo.main(parse(grpo, run_dir=tmp_path / "cut", **settings))
+    cut = read_jsonl(tmp_path / "cut" / "metrics.jsonl")
+    assert [line["step"] for line in cut] == [1]
+    server.answers_left = math.inf
+    grpo.main(parse(grpo, resume=tmp_path / "cut"))
+    runs = [read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("whole", "cut")]
+    whole, cut = ([{k: v for k, v in line.items() if k[:5] != "perf/"} for line in lines] for lines in runs)
+    assert whole == cut and len(cut) == 2 and cut[1]["reward/mean"] > 1
+
+
+# ---- CISPO and the entropy bonus
+
+
 def test_cispo_trains_on_token_means_without_a_reference(forks, tmp_path):
     lines, _, divisors, tokens = train(forks["my_cispo"], tmp_path / "run")
     assert [sum(divisors[:2]), sum(divisors[2:])] == [tokens[0], tokens[2]]
@@ -127,7 +250,7 @@ def test_the_test_of_the_page_passes_on_its_fork_and_fails_on_grpo(forks):
 
 
 @pytest.mark.usefixtures("alone")
-def test_entropies_have_the_gradient_of_plain_logits_in_the_fork_and_none_in_grpo(forks, tmp_path):
+def test_entropies_have_the_gradient_of_plain_logits_in_the_fork_and_none_in_grpo(forks, folder, tmp_path):
     """Of rows of advantage 0, without KL term: what is left is the bonus."""
     fork, model = forks["my_entropy"], build_model("llama")
     batch = make_batch(model)
@@ -144,6 +267,14 @@ def test_entropies_have_the_gradient_of_plain_logits_in_the_fork_and_none_in_grp
     metrics = fork.accumulate_gradients(fork.LogprobModel(model), batch, rows, 8, True, args)
     gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
     assert relative_error(-gradient, 0.3 * torch.cat([part.flatten() for part in exact])) < 1e-9
+    # Without the edit of the one line nothing fails and the bonus has no effect.
+    source = (folder / "my_entropy.py").read_text(encoding="utf-8")
+    assert source.count(ATTACHED) == 1 and (ROOT / "grpo.py").read_text(encoding="utf-8").count(DETACHED) == 1
+    (tmp_path / "detached.py").write_text(source.replace(ATTACHED, DETACHED), encoding="utf-8")
+    model.zero_grad()
+    detached = load_module(tmp_path / "detached.py")
+    detached.accumulate_gradients(detached.LogprobModel(model), batch, rows, 8, True, args)
+    assert not any(parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None)
     assert metrics["policy/entropy"] > 0 and not metrics["policy/entropy"].requires_grad
     train(fork, tmp_path / "run")
 
