@@ -1,6 +1,6 @@
-"""One HTML page of a run: python tools/look.py runs/grpo__1__20260101-120000-123456
+"""Write one HTML page about a run: python tools/look.py runs/grpo__1__20260101-120000-123456
 
-Settings, curves, and what it sampled, step by step: by the slider, the arrow keys or a click on a curve.
+It shows settings, curves and sampled completions. Go to a step by the slider, the arrow keys, or a click on a curve.
 """
 
 import argparse
@@ -64,7 +64,7 @@ const charts = run.panels.map(([key, title]) => {
   const rows = run.metrics.filter((row) => Number.isFinite(row[key])), [low, high] = range(rows.map((row) => row[key]));
   const chart = add("chart", "curves"), [svg, line, curve] = chart.querySelectorAll("svg, svg *");
   const under = (event) => first + ((last - first) * (event.clientX - svg.getBoundingClientRect().x)) / svg.clientWidth;
-  write(chart, { figcaption: title, i: `from ${show(low)} to ${show(high)}` });
+  write(chart, { figcaption: title, i: `${show(rows[0][key])} at first, ${show(rows.at(-1)[key])} at last` });
   curve.setAttribute("points", rows.map((row) => [share(first, row.step, last), 100 - share(low, row[key], high)]));
   chart.onpointermove = (event) => point(under(event));
   chart.onpointerleave = () => point($("step").value);
@@ -117,7 +117,7 @@ render();
 
 
 def gather(folder):
-    """What the page shows of a run."""
+    """Return what the page shows of a run."""
     run, root = read_run(folder), Path(__file__).resolve().parents[1]
     settings = [("script", run.script)]
     for name, value in run.args.items():
@@ -130,7 +130,7 @@ def gather(folder):
 
 def main(args):
     path = Path(args.out or Path(args.run) / "look.html")
-    # Without a < no text of a run can end the element it stands in.
+    # Without "<" no text of a run can end the element that it stands in.
     page = PAGE.replace("@RUN@", json.dumps(gather(args.run)).replace("<", "\\u003c"))
     try:
         path.write_text(page)
@@ -142,7 +142,7 @@ def main(args):
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", metavar="RUN", help="folder of a run")
-    parser.add_argument("--out", metavar="FILE", help="of the page (default: RUN/look.html)")
+    parser.add_argument("--out", metavar="FILE", help="where to write the page (default: RUN/look.html)")
     return parser.parse_args()
 
 

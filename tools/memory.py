@@ -50,7 +50,7 @@ SETTINGS = {  # flags of the scripts that matter here, and what they are where a
     "max_completion_length": 1024,
     "kl_coef": 0.0,
 }
-CHUNK = 2**26 * 4  # bytes of a chunk of logits in head_logprobs on CUDA, twice those on a CPU
+CHUNK = 2**25 * 4  # bytes of a chunk of logits in head_logprobs
 PROCESS = 0.7e9  # on a CPU: Python, the libraries, the data
 EVAL_SAMPLES = 4
 
@@ -165,7 +165,7 @@ def update_bytes(models, settings, ranks):
         kept += tokens * (inputs if settings.gradient_checkpointing else model.layers * whole)
         gradient = 0 if settings.lora_rank else 4 * model.embedding
         # Of logits, their softmax, and what makes the entropy of it.
-        chunk = min(CHUNK // (1 + settings.cpu), 4 * tokens * model.vocab)
+        chunk = min(CHUNK, 4 * tokens * model.vocab)
         head = gradient + max(gradient + 3 * chunk, 4 * chunk) if name == "policy" else gradient
         work.append(gathered + head + 16 * tokens * model.hidden)
         # Gradients outside the blocks as they are computed, on their way between ranks, and as they arrive.

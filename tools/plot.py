@@ -1,12 +1,13 @@
-"""Curves of runs against the step: a picture, shown where there is a screen, and a table of the last values.
+"""Plot the metrics of runs against the step; show the picture where there is a screen, and print the last values.
 
     python tools/plot.py runs/grpo__1__20260101-120000-123456
     python tools/plot.py runs/grpo__* runs/dapo__* --out curves.png
 
-Runs whose folders are named alike up to the first __, which is the script unless --run-dir says otherwise, and whose
-args.json differ by the seed alone are one setting: a line, their mean, and a band from the lowest to the highest, at
-the steps at which each of them has a value; what one of them has after that is a thin line. Of several settings those
-metrics are shown that two of them have, and the main evaluation of each.
+Runs of one script whose args.json differ only in the seed are drawn as one line, their mean, with a band from the
+lowest to the highest value. The script is the part of a folder's name before the first "__". The band ends at the last
+step that all of these runs have; what single runs have after that are thin lines. With several lines the picture shows
+the metrics that at least two of them have, and the main evaluation of each. The settings that differ are printed below
+the table.
 """
 
 import argparse
@@ -21,26 +22,26 @@ from matplotlib.backends import BackendFilter, backend_registry
 
 EVALUATIONS = {  # the first that a run has is its main one
     "eval/accuracy": "greedy accuracy",
-    "eval/pair_accuracy": "held-out pairs told apart",
+    "eval/pair_accuracy": "held-out pairs ranked correctly",
     "eval/loss": "held-out loss, nats per token",
     "eval/score": "held-out score",
     "eval/reward": "held-out reward",
 }
 PANELS = EVALUATIONS | {
-    "eval/pair_chosen_log_ratio": "chosen over reference, nats",
-    "eval/pair_rejected_log_ratio": "rejected over reference, nats",
+    "eval/pair_chosen_log_ratio": "log-ratio of chosen completions, nats",
+    "eval/pair_rejected_log_ratio": "log-ratio of rejected completions, nats",
     "reward/mean": "reward",
     "score/mean": "score",
     "loss/nll": "loss, nats per token",
     "loss/preference": "loss",
     "rollout/length_mean": "completion tokens",
-    "rollout/tool_use": "completions that use the tool, share",
+    "rollout/tool_use": "share of completions with a tool call",
     "policy/entropy": "entropy, nats per token",
     "policy/ref_kl": "KL to the reference, nats per token",
     "policy/approx_kl": "KL of the update, nats per token",
-    "policy/clip_fraction_low": "clipped below, share of tokens",
-    "policy/clip_fraction_high": "clipped above, share of tokens",
-    "policy/cap_fraction": "ratio capped, share of tokens",
+    "policy/clip_fraction_low": "share of tokens clipped below",
+    "policy/clip_fraction_high": "share of tokens clipped above",
+    "policy/cap_fraction": "share of tokens with a capped ratio",
     "value/explained_variance": "explained variance of the values",
     "optim/grad_norm": "gradient norm",
 }
@@ -49,7 +50,7 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#00
 
 
 def read_rows(path):
-    """The rows of a jsonl file, none where there is no file; nan and inf become None."""
+    """Return the rows of a jsonl file, none if there is no file; nan and inf become None."""
     lines, rows = path.read_bytes().splitlines(keepends=True) if path.is_file() else [], []
     for number, line in enumerate(lines, 1):
         try:
@@ -57,20 +58,20 @@ def read_rows(path):
             rows.append(row | {"step": int(row["step"])})
         except (ValueError, TypeError, KeyError):
             if line.endswith(b"\n"):  # the last line of a run at work may be half-written
-                raise SystemExit(f"{path}: line {number} is no JSON object with a step") from None
+                raise SystemExit(f"{path}: line {number} is not a JSON object with a step") from None
     return rows
 
 
 def read_run(folder):
-    """A run's name, script, settings, curves {metric: {step: value}} and folder."""
+    """Return the name, script, settings, curves {metric: {step: value}} and folder of a run."""
     folder = Path(folder)
     if not (folder / "args.json").is_file():
-        raise SystemExit(f"{folder}: " + ("no run, it has no args.json" if folder.is_dir() else "no such folder"))
+        raise SystemExit(f"{folder}: " + ("not a run, it has no args.json" if folder.is_dir() else "no such folder"))
     try:
         args = json.loads((folder / "args.json").read_text())
         settings = {name: value for name, value in args.items() if name not in NOT_LEARNING}
     except (ValueError, AttributeError):
-        raise SystemExit(f"{folder / 'args.json'}: no JSON object of settings") from None
+        raise SystemExit(f"{folder / 'args.json'}: not a JSON object of settings") from None
     curves = {}
     for row in read_rows(folder / "metrics.jsonl"):
         for key, value in row.items():
@@ -84,31 +85,42 @@ def read_run(folder):
 
 
 def group_runs(runs):
-    """Return {label: runs of one setting}: what differs between runs of the same script, and the script if it does."""
+    """Return {label: runs that differ only in the seed}: the name of a single run, the script of several."""
     settings, groups = {}, {}
     for run in runs:
         settings.setdefault((run.script, json.dumps(run.settings, sort_keys=True)), []).append(run)
-    for (script, _), group in settings.items():
-        siblings = [others[0].settings for (other, _), others in settings.items() if other == script]
-        words = [] if len(siblings) == len(settings) > 1 else [script]
-        for name, value in group[0].settings.items():
-            values = {str(sibling.get(name)) for sibling in siblings}
-            short = len({Path(text).name for text in values}) == len(values)
-            words += [f"{name} {Path(str(value)).name if short else value}"[:60]] if len(values) > 1 else []
-        label = ", ".join(words)
-        groups[label if label and label not in groups else f"{label} ({group[0].name})".strip()] = group
+    for group in settings.values():
+        label = group[0].name if len(group) == 1 else group[0].script
+        if label in groups and len(group) > 1:
+            label = f"{label} ({group[0].name}, ...)"
+        elif label in groups:
+            label = str(group[0].folder)  # another folder of this name
+        groups[label] = group
     return groups
 
 
+def differences(groups):
+    """Return a line for each label: the settings that other runs have, too, but with another value."""
+    lines = []
+    for label, group in groups.items():
+        found = []
+        for name, value in group[0].settings.items():
+            if any(others[0].settings.get(name, value) != value for others in groups.values()):
+                found.append(f"{name} {value}")
+        if found:
+            lines.append(f"{label}: {', '.join(found)}")
+    return lines
+
+
 def mean_and_band(curves):
-    """[(step, mean, lowest, highest)] at the steps at which every curve has a value."""
+    """Return [(step, mean, lowest, highest)] for the steps at which every curve has a value."""
     steps = sorted(set.intersection(*map(set, curves))) if curves else []
     columns = [[curve[step] for curve in curves] for step in steps]
     return [(step, statistics.fmean(column), min(column), max(column)) for step, column in zip(steps, columns)]
 
 
 def choose_metrics(groups):
-    """Of the usual metrics those to show."""
+    """Choose which of the usual metrics to show."""
     counts = {key: sum(any(key in run.curves for run in group) for group in groups.values()) for key in PANELS}
     mains = {next((key for key in EVALUATIONS if key in run.curves), "") for group in groups.values() for run in group}
     shared = [key for key in PANELS if counts[key] >= min(2, len(groups)) and key != "eval/reward"]  # mostly accuracy
@@ -116,7 +128,7 @@ def choose_metrics(groups):
 
 
 def draw(groups, keys):
-    """A panel for each metric, a colour for each setting."""
+    """Draw a panel for each metric, with a colour for each label."""
     columns = min(4, math.ceil(math.sqrt(len(keys))))
     rows = math.ceil(len(keys) / columns)
     size = (4.2 * columns, 2.9 * rows + 0.5)
@@ -143,8 +155,8 @@ def draw(groups, keys):
 
 
 def table(groups, keys):
-    """The values at the last step at which every run of a setting has one."""
-    lines = [("setting", "metric", "runs", "step", "mean", "lowest", "highest"), ("---",) * 7]
+    """Return a table of the values at the last step that all runs of a label have."""
+    lines = [("run", "metric", "runs", "step", "mean", "lowest", "highest"), ("---",) * 7]
     for label, group in groups.items():
         for key in keys:
             curves = [run.curves[key] for run in group if key in run.curves]
@@ -168,7 +180,7 @@ def main(args):
     except (OSError, ValueError) as error:
         raise SystemExit(f"{path}: {error}") from None
     print(table(groups, keys))
-    print(f"written: {path}")
+    print(*differences(groups), f"written: {path}", sep="\n")
     if plt.get_backend().lower() in backend_registry.list_builtin(BackendFilter.INTERACTIVE):
         plt.show()
     plt.close(figure)
@@ -177,8 +189,12 @@ def main(args):
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run")
-    parser.add_argument("--out", metavar="FILE", help="of the picture (default: RUN/plot.png, of several plot.png)")
-    parser.add_argument("--metrics", nargs="+", metavar="KEY", help="of metrics.jsonl, in place of the usual ones")
+    parser.add_argument(
+        "--out", metavar="FILE", help="where to write the picture (default: RUN/plot.png, for several runs plot.png)"
+    )
+    parser.add_argument(
+        "--metrics", nargs="+", metavar="KEY", help="metrics of metrics.jsonl to show instead of the usual ones"
+    )
     return parser.parse_args()
 
 

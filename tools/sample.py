@@ -1,12 +1,17 @@
-"""Sample completions as grpo.py does, with its defaults, templates, stop tokens and rewards; print and keep them.
+"""Sample completions as grpo.py does, with its defaults, chat templates, stop tokens and rewards; print and keep them.
 
     python tools/sample.py --model runs/sft/checkpoint --temperature 0
     python tools/sample.py --model path/to/model --prompt "What is 17 * 3?" --prompt "What is 3 * 17?"
+    python tools/sample.py --model runs/tools/checkpoint --calculator --prompt "What is 17 * 3?"
 
-Without --prompt and --dataset, prompts are the lines of standard input if that is no terminal and has any. One's own
-prompts have no answers and so no rewards, and are kept with --out only. --keep right keeps a prompt's distinct
-completions of a reward of at least --min-reward, --keep pairs these as chosen beside distinct wrong ones as rejected;
-what is cut off is neither. Rejection sampling, and preferences by the reward:
+Without --prompt and --dataset, prompts are read from standard input, one per line, if it is not a terminal. Prompts of
+your own have no answers and so no rewards; they are only printed, unless --out is given. With --calculator, what the
+tool of grpo_tools.py writes is printed between « and ». A completion that reaches --max-completion-length is marked as
+[cut off].
+
+--keep right keeps the distinct completions of a prompt with a reward of at least --min-reward. --keep pairs combines
+each of these, as chosen, with a distinct wrong one, as rejected. Both leave out what was cut off. This is rejection
+sampling, and preferences by the reward:
 
     python tools/sample.py --split train --keep right --out right.jsonl
     python sft.py --model models/tiny --dataset right.jsonl
@@ -30,8 +35,9 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 import grpo
+import grpo_tools
 
-# Of grpo.py; those that are not given have its defaults, which are the model's.
+# Flags of grpo.py; without them its defaults hold, or those of the model.
 SETTINGS = {"model": str, "dataset": str, "system_prompt": str, "max_prompt_length": int, "max_completion_length": int}
 SETTINGS |= {"eval_prompts": int, "seed": int, "precision": str}
 
@@ -40,22 +46,37 @@ def parse_args(line=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--prompt", action="append", default=[], help="a prompt of your own; may be given repeatedly")
-    add("--split", choices=("test", "train"), default="test", help="held-out rows, or training's")
-    add("--num-prompts", type=int, help="a sample of the split (default: as many as --eval-prompts)")
+    add(
+        "--split",
+        choices=("test", "train"),
+        default="test",
+        help="which rows of the dataset (default: test, the held-out ones)",
+    )
+    add("--num-prompts", type=int, help="how many rows of the split (default: as --eval-prompts)")
     add("--num-samples", type=int, default=4, help="completions per prompt (default: 4)")
     add("--temperature", type=float, default=1.0, help="0 is greedy, one completion (default: 1)")
-    add("--rollout-batch-size", type=int, default=128, help="most decoded at once (default: 128)")
-    add("--show", type=int, default=8, help="prompts of the dataset that are printed (default: 8)")
-    add("--keep", choices=("all", "right", "pairs"), default="all", help="rows of --out (default: all)")
-    add("--min-reward", type=float, default=1.0, help="right is a reward of at least this (default: 1)")
-    add("--per-prompt", type=int, help="most right ones or pairs of a prompt, drawn by --seed (default: all)")
-    add("--out", help="new file of what is kept, there when it is whole (default: in runs/)")
+    add("--rollout-batch-size", type=int, default=128, help="maximum completions sampled at once (default: 128)")
+    add("--show", type=int, default=8, help="how many prompts of the dataset are printed (default: 8)")
+    add(
+        "--keep",
+        choices=("all", "right", "pairs"),
+        default="all",
+        help="which completions are written to --out (default: all)",
+    )
+    add("--min-reward", type=float, default=1.0, help="a completion is right with at least this reward (default: 1)")
+    add("--per-prompt", type=int, help="maximum kept rows per prompt, drawn by --seed (default: all)")
+    add("--out", help="new file for what is kept (default: a new file in runs/)")
+    add("--calculator", action="store_true", help="let the tool of grpo_tools.py reply while the model writes")
     for name, kind in SETTINGS.items():
         add(f"--{name.replace('_', '-')}", type=kind, help="as in grpo.py")
     given = parser.parse_args(line)
     for name, value in vars(given).items():
         least = int(name not in ("eval_prompts", "temperature", "show"))
-        if isinstance(value, int | float) and name not in ("seed", "min_reward") and not least <= value < math.inf:
+        if (
+            isinstance(value, int | float)
+            and name not in ("seed", "min_reward", "calculator")
+            and not least <= value < math.inf
+        ):
             raise SystemExit(f"--{name.replace('_', '-')} {value}: must be a finite number of at least {least}")
     if given.prompt and given.dataset:
         raise SystemExit("--prompt and --dataset: give one of them")
@@ -65,7 +86,7 @@ def parse_args(line=None):
 
 
 def read_settings(given):
-    """The settings of grpo.py: those given, and else its defaults."""
+    """Return the settings of grpo.py: the given ones, and its defaults for the others."""
     flags = {name: getattr(given, name) for name in (*SETTINGS, "rollout_batch_size")}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items() if value is not None]
     before, sys.argv = sys.argv, ["grpo.py", *flags]
@@ -79,7 +100,7 @@ def read_settings(given):
 
 
 def load_rows(given, args, tokenizer):
-    """Rows as load_prompts has them: one's own prompts, or a sample of the split."""
+    """Return rows as load_prompts does: the given prompts, or rows of the split."""
     if given.prompt:
         rows = []
         for number, text in enumerate(given.prompt, 1):
@@ -97,7 +118,7 @@ def load_rows(given, args, tokenizer):
 
 
 def with_system(prompt, system_prompt):
-    """The prompt with the system message it was sampled with, which sft.py then trains on, too."""
+    """Return the prompt with the system message of the sampling, so that sft.py trains with it, too."""
     messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     if not system_prompt or messages[0]["role"] == "system":
         return prompt
@@ -105,7 +126,7 @@ def with_system(prompt, system_prompt):
 
 
 def without_marks(text, tokenizer):
-    """A completion without special tokens of the chat template, which sft.py and dpo.py would refuse to read."""
+    """Return a completion without special tokens of the chat template, which sft.py and dpo.py would refuse."""
     if tokenizer.chat_template is None:
         return text
     frame = tokenizer.apply_chat_template(grpo.CHAT, tokenize=False)
@@ -116,11 +137,11 @@ def without_marks(text, tokenizer):
 
 
 def keep_rows(group, given, lot):
-    """The rows that --keep asks for of one prompt's samples."""
+    """Return the rows to keep of the samples of one prompt."""
     prompt = with_system(group[0][0]["prompt"], given.system_prompt)
     if given.keep == "all":
         return [{"prompt": prompt, "completion": text, "reward": reward} for _, text, reward, _ in group]
-    # What is cut off would be trained with the stop token that it lacks; of equal texts one counts.
+    # A completion that was cut off must not be trained with a stop token. Equal texts count once.
     rewards = {text: reward for _, text, reward, truncated in group if text.strip() and not truncated}
     right = [text for text, reward in rewards.items() if reward >= given.min_reward]
     wrong = [text for text, reward in rewards.items() if reward < given.min_reward]
@@ -133,7 +154,7 @@ def keep_rows(group, given, lot):
 
 
 def summary(samples, n):
-    """A line of means over completions, of which n are of a prompt, and of pass@k where there are answers."""
+    """Return a line with means over completions, n per prompt, and with pass@k if there are answers."""
     rows, texts, rewards, truncated = zip(*samples)
     words = [f"{len(texts) // n} prompts, {len(texts)} completions, truncated {sum(truncated) / len(texts):.3f}"]
     words.append("no answers, so no rewards" if None in rewards else f"mean reward {sum(rewards) / len(texts):.3f}")
@@ -159,6 +180,10 @@ def main(given):
     model = grpo.load_model(args.model, tokenizer)
     grpo.check_model(model, rows[0]["prompt_ids"], args)
     policy = grpo.shard(grpo.LogprobModel(model.requires_grad_(False)), args, device)
+    tool_use = None
+    if given.calculator:
+        args.tool_tokens = grpo_tools.Args.tool_tokens
+        tool_use = grpo_tools.ToolUse(tokenizer, args)
     torch.manual_seed(args.seed % 2**63)
     n, samples, kept = given.num_samples if given.temperature else 1, [], []
     lot = random.Random(args.seed)
@@ -171,17 +196,18 @@ def main(given):
     file = open(f"{out}.unfinished" if out else os.devnull, "w")
     for start in tqdm(range(0, len(rows), size), unit="batch", disable=None):
         part = [row for row in rows[start : start + size] for _ in range(n)]
-        batch, texts = grpo.sample_completions(policy, tokenizer, part, given.temperature, args)
+        batch, texts = grpo.sample_completions(policy, tokenizer, part, given.temperature, args, tool_use)
         texts = [without_marks(text, tokenizer) for text in texts]
+        printed = grpo_tools.mark_replies(tokenizer, batch) if given.calculator else texts
         rewards = [None] * len(texts)
         if not given.prompt:
             rewards = [float(reward) for reward in grpo.score_completions(texts, part)]
-        for row, text, reward, truncated in zip(part, texts, rewards, batch["truncated"].tolist()):
+        for row, text, shown_text, reward, truncated in zip(part, texts, printed, rewards, batch["truncated"].tolist()):
             if len(samples) < shown * n:
                 if len(samples) % n == 0:
                     tqdm.write(row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"])
                 label = "-" if reward is None else f"{reward:.2f}"
-                tqdm.write(f"{label:>6}  " + text.replace("\n", "\n" + " " * 8) + " [cut off]" * truncated)
+                tqdm.write(f"{label:>6}  " + shown_text.replace("\n", "\n" + " " * 8) + " [cut off]" * truncated)
             samples.append((row, text, reward, truncated))
             if len(samples) % n == 0:
                 kept.append(keep_rows(samples[-n:], given, lot))

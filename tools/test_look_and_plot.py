@@ -94,25 +94,34 @@ def test_where_not_all_runs_have_a_step_lines_are_thin(tmp_path, capsys):
     assert lines[0] == ([], []) and ([1, 2], [0.25, 1.0]) in lines
 
 
-def test_labels_have_what_differs_and_nothing_else(tmp_path):
+def test_a_single_run_has_its_name_and_several_seeds_their_script(tmp_path):
     rows = accuracies(0.5)
     a = write_run(tmp_path / "grpo__a", rows)
     b = write_run(tmp_path / "grpo__b", rows, seed=2, resume="x", eval_every=3)
-    c = write_run(tmp_path / "grpo__c", rows, learning_rate=0.2)
-    d = write_run(tmp_path / "grpo__d", rows, learning_rate=0.2, model="other/models/large")
-    e = write_run(tmp_path / "dapo__e", rows, learning_rate=0.3)
-    f = write_run(tmp_path / "f", rows)
+    c = write_run(tmp_path / "grpo__c", rows, learning_rate=0.2, system_prompt="so long " * 20)
+    d = write_run(tmp_path / "grpo__d", rows, learning_rate=0.2, system_prompt="so long " * 20, seed=2)
+    e = write_run(tmp_path / "mine", rows, learning_rate=0.3)
+    f = write_run(tmp_path / "other" / "mine", rows)
     assert labels(a, b) == {"grpo": ["grpo__a", "grpo__b"]}
-    assert labels(a, b, c) == {"learning_rate 0.1": ["grpo__a", "grpo__b"], "learning_rate 0.2": ["grpo__c"]}
-    assert labels(c, d) == {"model tiny": ["grpo__c"], "model large": ["grpo__d"]}
-    assert labels(a, e) == {"grpo": ["grpo__a"], "dapo": ["dapo__e"]}
-    rates = {"grpo, learning_rate 0.1": ["grpo__a"], "grpo, learning_rate 0.2": ["grpo__c"]}
-    assert labels(a, c, e) == rates | {"dapo": ["dapo__e"]}
-    assert labels(a, f) == {"grpo": ["grpo__a"], "f": ["f"]}
-    g, h = (write_run(tmp_path / f"x__{name}", rows, model=f"runs/{name}/checkpoint") for name in "gh")
-    assert list(labels(g, h)) == ["model runs/g/checkpoint", "model runs/h/checkpoint"]  # which end alike
-    i, j = (write_run(tmp_path / f"x__{name}", rows, system_prompt="so long " * 20 + name) for name in "ij")
-    assert len(labels(i, j)) == 2  # and these are cut alike
+    assert labels(a, c) == {"grpo__a": ["grpo__a"], "grpo__c": ["grpo__c"]}
+    assert labels(a, b, c, d) == {"grpo": ["grpo__a", "grpo__b"], "grpo (grpo__c, ...)": ["grpo__c", "grpo__d"]}
+    assert labels(e, f) == {"mine": ["mine"], str(f): ["mine"]}
+
+
+def test_settings_that_differ_stand_below_the_table(tmp_path, capsys):
+    a = write_run(tmp_path / "a", accuracies(0.5), beta=0.1)
+    b = write_run(tmp_path / "b", accuracies(0.5), learning_rate=0.2, seed=2)
+    printed = run_plot(capsys, a, b, out=str(tmp_path / "x.png"))
+    assert "\na: learning_rate 0.1\nb: learning_rate 0.2\nwritten: " in printed
+
+
+def test_the_legend_fits_into_the_picture(tmp_path):
+    runs = [write_run(tmp_path / f"{name}_run_with_quite_a_long_name", accuracies(0.5)) for name in "ab"]
+    figure = plot.draw(groups(*runs), ["eval/accuracy"])
+    figure.canvas.draw()
+    box = figure.legends[0].get_window_extent()
+    plot.plt.close(figure)
+    assert box.x0 >= 0 and box.x1 <= figure.bbox.width
 
 
 def test_metrics_can_be_chosen_and_what_is_no_number_is_left_out(tmp_path, capsys):
@@ -124,11 +133,11 @@ def test_metrics_can_be_chosen_and_what_is_no_number_is_left_out(tmp_path, capsy
 
 BAD = {
     "nothing": "no such folder",
-    "folder": "no run, it has no args.json",
+    "folder": "not a run, it has no args.json",
     "new": "no metrics yet",
     "newer": "no metrics yet",
-    "broken": "line 2 is no JSON object with a step",
-    "list": "no JSON object of settings",
+    "broken": "line 2 is not a JSON object with a step",
+    "list": "not a JSON object of settings",
 }
 
 

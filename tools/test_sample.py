@@ -53,6 +53,14 @@ def test_kept_and_printed_rewards_are_those_of_the_rule(capsys):
     assert re.search(re.escape(means) + rf"{sum(right) / 48:.3f}, pass@2 0\.\d+, pass@4 {some:.3f}\n$", shown)
 
 
+def test_the_calculator_writes_into_completions_and_its_tokens_are_marked(capsys):
+    run("--prompt", "62+99+71+69=", "--num-samples", 8, "--calculator", "--out", "a.jsonl")
+    printed = capsys.readouterr().out
+    assert "=«161»;" in printed
+    kept = [row["completion"] for row in read_jsonl("a.jsonl")]
+    assert any("62+99=161;" in text for text in kept) and not any("«" in text for text in kept)
+
+
 def test_pass_at_k_is_the_share_of_draws_of_k_with_a_right_one():
     right, wrong = ("\\boxed{2}", 1.0, False), ("\\boxed{3}", 0.0, True)
     samples = [({"answer": "2"}, *one) for one in (right, wrong, wrong, wrong, right, right, wrong, wrong)]
