@@ -1,9 +1,11 @@
 """What happens on the embedded task when an implementation detail is done otherwise, in each script.
 
     python benchmark/details.py [SCRIPT ...] [--seeds 1 2] [--only NAME]        (default: all, seed 1)
+    python benchmark/details.py --page                                          (run nothing, write the scripts' pages)
 
 Every run is a process of its own with one thread, of the script as DETAILS edits it. Finished runs are added to
-benchmark/results/details.csv and not made again; benchmark/results/details.md is written from it after each.
+benchmark/results/details.csv and not made again; benchmark/results/details.md is written from it after each. With
+--page the tables of the pages in docs/ are written from it, between <!-- SCRIPT done otherwise --> and <!-- end -->.
 """
 
 import argparse
@@ -326,6 +328,38 @@ DETAILS["grpo_process"] = {
 FLAGS = dict.fromkeys(DETAILS, "--eval-every 4 --eval-prompts 128")
 FLAGS |= {"dpo": "", "reward_model": "", "sft": "--num-steps 600"}
 
+# {name in the csv: (column of the tables in docs/, format of its numbers)}
+ON_PAGES = {
+    "greedy accuracy": ("greedy accuracy", ".3f"),
+    "pass@1": ("pass@1", ".3f"),
+    "length": ("tokens of a completion", ".1f"),
+    "step of 0.9": ("first step at 0.9", ".0f"),
+}
+CUT_OFF = {"truncated": ("share cut off", ".2f")}
+OTHERS_ON_PAGES = {  # {script: columns of its own}
+    "ppo_rlhf": {name: ON_PAGES[name] for name in ("greedy accuracy", "pass@1")}
+    | {
+        "KL": ("KL, nats per completion", ".2f"),
+        "explained variance": ("variance that the value model explains", ".2f"),
+    },
+    "dpo": {
+        "pair accuracy": ("pairs in the right order", ".3f"),
+        "chosen log ratio": ("log-ratio of the chosen", "+.2f"),
+        "rejected log ratio": ("log-ratio of the rejected", "+.2f"),
+        "greedy accuracy": ON_PAGES["greedy accuracy"],
+    }
+    | CUT_OFF,
+    "reward_model": {"loss": ("held-out loss", ".3f"), "accuracy": ("pairs in the right order", ".3f")},
+    "sft": {"loss": ("held-out loss", ".3f"), "greedy accuracy": ON_PAGES["greedy accuracy"]} | CUT_OFF,
+    "grpo_tools": {
+        "greedy with tool": ("accuracy with the tool", ".3f"),
+        "pass@1": ON_PAGES["pass@1"],
+        "greedy accuracy": ("accuracy without it", ".3f"),
+        "tool use": ("share that uses it", ".2f"),
+        "step of 0.9": ON_PAGES["step of 0.9"],
+    },
+}
+
 
 def edit(source, edits):
     """Return the source with each old text, which must be there exactly once, replaced by its new one."""
@@ -498,6 +532,32 @@ def render(results):
     return page
 
 
+def table(results, script):
+    """Return the markdown table of a script's page, means over seeds; a run that never got to 0.9 says so."""
+    shown = OTHERS_ON_PAGES.get(script, ON_PAGES)
+    lines = ["| | " + " | ".join(title for title, _ in shown.values()) + " |", "|---" * (len(shown) + 1) + "|"]
+    for detail in DETAILS[script]:
+        runs = [numbers for (*key, _), numbers in results.items() if key == [script, detail]]
+        if not runs:
+            continue
+        columns = {name: [numbers[name] for numbers in runs] for name in shown}
+        cells = [
+            "never" if None in columns[name] else format(statistics.mean(columns[name]), digits)
+            for name, (_, digits) in shown.items()
+        ]
+        lines.append(f"| {' | '.join([detail, *cells])} |")
+    return "\n".join(lines) + "\n"
+
+
+def fill(page, results):
+    """Return the page with the table of every script that it names, between <!-- SCRIPT done otherwise --> and end."""
+    for script in DETAILS:
+        before, mark, rest = page.partition(f"<!-- {script} done otherwise -->\n")
+        if mark:
+            page = f"{before}{mark}\n{table(results, script)}\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
+    return page
+
+
 def mean(values):
     """The mean of a column in four digits at most, or a dash where a run has no such number."""
     return "-" if None in values else f"{statistics.mean(values):.3f}".rstrip("0").rstrip(".")
@@ -508,7 +568,14 @@ def main():
     parser.add_argument("scripts", nargs="*", default=[], metavar="SCRIPT", help=f"of {' '.join(DETAILS)}")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1])
     parser.add_argument("--only", help="name of a detail")
+    parser.add_argument("--page", action="store_true", help="run nothing, write the tables of the pages in docs/")
     args = parser.parse_args()
+    if args.page:
+        results = read_results(RESULTS / "details.csv")
+        for script in DETAILS:
+            path = ROOT / "docs" / f"{script}.md"
+            path.write_text(fill(path.read_text(encoding="utf-8"), results), encoding="utf-8")
+        return
     sys.path.insert(0, str(ROOT))
     path = RESULTS / "details.csv"
     if not path.exists():

@@ -328,7 +328,7 @@ def cost(rows, name):
     return [len(whole), f"{max(row['minutes'] for row in whole):.0f}", f"{max(row['gib'] for row in whole):.1f}"]
 
 
-TITLES = {"instruct": "as it comes", "grpo_svamp": "`grpo.py` on SVAMP", "grpo_tools": "`grpo_tools.py` on SVAMP"}
+TITLES = {"instruct": "original model", "grpo_svamp": "`grpo.py` on SVAMP", "grpo_tools": "`grpo_tools.py` on SVAMP"}
 TITLES |= {"grpo_tools_both": "`grpo_tools.py` on both", "grpo_float32": "`grpo.py` in float32"}
 TITLES |= {"grpo_kl": "`grpo.py --kl-coef 0.04`", "grpo_warmup": "`grpo.py --warmup-steps 8`"}
 TITLES |= {"grpo_one_update": "`grpo.py --minibatch-size 128`"}
@@ -409,15 +409,7 @@ def completions(_):
     return table(["", "completion", "reward"], lines)
 
 
-def missing(rows):
-    """Which runs the csv does not have yet."""
-    seeds = {name: {int(row["seed"]) for row in rows if row["run"] == name} for name in RUNS}
-    absent = {name: sorted({*RUNS[name].seeds} - own) for name, own in seeds.items()}
-    lines = [f"- `{name}`, seeds {', '.join(map(str, left))}" for name, left in absent.items() if left]
-    return "\n".join(["Not run yet:", "", *lines] if lines else ["Nothing is left to run."])
-
-
-TABLES = {"missing": missing, "words": words_table, "samples": samples_table, "evaluations": evaluations_table}
+TABLES = {"words": words_table, "samples": samples_table, "evaluations": evaluations_table}
 TABLES |= {"commands": commands, "completions": completions}
 
 

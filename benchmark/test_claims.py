@@ -15,6 +15,10 @@ import grpo
 
 PAGE = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
 FOUND = claims.read()
+SIDES = claims.graded(FOUND)
+KEPT = claims.survivors(SIDES)
+TABLES, NOTES, CELLS = claims.tables(FOUND), claims.notes(FOUND), claims.gspo_cells(FOUND)
+EVERYTHING = claims.all_tables(FOUND)
 RUNS = {run for claim in claims.CLAIMS.values() for run in claim.runs.values()}
 RUNS |= {run for runs in claims.SETS.values() for run in runs.values()}
 NOTHING = dict.fromkeys(claims.COLUMNS, "")
@@ -32,13 +36,25 @@ def test_the_rule_by_numbers_worked_out_by_hand():
     near = [0.51, 0.49, 0.5, 0.52, 0.5]
     assert claims.verdict("reward", near, [0.5] * 5) == "no difference"
     assert claims.verdict("seconds", near, [0.5] * 5) == "inconclusive"  # for which nothing says what does not matter
+    # The same differences near 0 and near 1, where none could show; dots have a bound, but are no share.
+    low, high = [value - 0.49 for value in near], [value + 0.49 for value in near]
+    assert claims.verdict("accuracy", low, [0.01] * 5) == "floor"
+    assert claims.verdict("accuracy", high, [0.99] * 5) == "ceiling"
+    assert claims.verdict("dots_wrong", low, [0.01] * 5) == "no difference"
 
 
-def test_two_halves_and_what_chance_alone_would_show():
-    assert claims.whole(["seen"]) == claims.whole(["seen", "seen"]) == "seen"
-    assert claims.whole(["seen", "opposite"]) == claims.whole(["inconclusive", "seen"]) == "half"
-    assert claims.whole(["opposite", "no difference"]) == "opposite"
-    assert claims.whole(["no difference", "inconclusive"]) == "inconclusive"
+def test_a_claim_in_two_parts_has_two_verdicts_and_settings_are_counted():
+    rows = dict(re.findall(r"^\| \[`(\S+)`\].* \| (.*) \|$", claims.summary(PAGE, FOUND), re.M))
+    assert rows["ppo_penalty"] == "seen (C) + inconclusive"
+    assert rows["rare_habit"] == "inconclusive + inconclusive"
+    assert rows["cispo_1e-4"] == "1 inconclusive, 1 opposite (A) + 1 opposite (C), 1 opposite (B)"
+    speed, clipping = rows["gspo_4_1e-4"].split(" + ")
+    assert speed == "2 opposite (C), 1 inconclusive, 1 opposite (A), 2 seen (C)"
+    assert clipping == "4 seen (A), 1 seen (B), 1 inconclusive"
+    assert len(rows) == len({claim.says for claim in claims.CLAIMS.values()})
+
+
+def test_what_chance_alone_would_show():
     # Quantiles of Student's t with 4 degrees of freedom are 2.776 for 0.05 and 4.604 for 0.01; with 2 4.303 and 9.925.
     for n, quantile, expected in ((5, 2.776, 0.05), (5, 4.604, 0.01), (3, 4.303, 0.05), (3, 9.925, 0.01)):
         spread = [i - (n - 1) / 2 for i in range(n)]
@@ -58,14 +74,15 @@ def test_holms_correction_by_hand():
 def test_a_is_for_what_unseen_seeds_show_by_themselves():
     claim = claims.CLAIMS["dapo_signal"]
     [run] = claim.runs.values()
-    sides = claims.deciding(FOUND)
     key, rows = ("dapo_signal", 0), FOUND[run, 1]
-    grades = [claims.trust(key, sides, kept, FOUND) for kept in ([], [key])]
+    grades = [claims.grade(key, SIDES, kept, FOUND) for kept in ([], [key])]
     again = FOUND | {(run, seed): FOUND[run, seed - 5] for seed in claims.UNSEEN_SEEDS}
     flat = FOUND | {(run, seed): [row | {"all_right": 0.1 * seed} for row in rows] for seed in claims.UNSEEN_SEEDS}
     assert grades == ["C", "A" if (run, 6) in FOUND else "B"]
-    assert [claims.trust(key, sides, [key], found) for found in (again, flat)] == ["A", "B"]
-    assert claims.trust(("process", 0), sides, [("process", 0)], FOUND) == ""
+    assert [claims.grade(key, SIDES, [key], found) for found in (again, flat)] == ["A", "B"]
+    assert claims.grade(("process", 0), SIDES, [("process", 0)], FOUND) == ""
+    # Those that an advice rests on are graded, and count in the correction, without deciding their claim.
+    assert ("dpo_displacement", 3) in SIDES and "**greedy accuracy" not in TABLES["dpo_displacement"]
 
 
 def test_any_number_of_seeds_is_shown():
@@ -107,25 +124,132 @@ def test_the_rates_of_rloo_and_ppo_are_the_best_of_the_tuning_seed():
         assert max(rewards, key=rewards.get) == claims.CLAIMS["rloo_ppo"].runs[side]
 
 
-def test_the_page_has_the_numbers_of_the_csv_and_few_words():
+def test_the_pages_have_the_tables_of_the_csv():
     assert all(claims.fill(page, FOUND) == page for page in (path.read_text(encoding="utf-8") for path in claims.PAGES))
+    assert claims.ALL_TABLES.read_text(encoding="utf-8") == EVERYTHING
     for name, claim in claims.CLAIMS.items():
         assert all((run, seed) in FOUND for run in claim.runs.values() for seed in claim.seeds), name
-        assert f"<!-- {name} -->" in PAGE, name
+        assert claims.anchor(PAGE, name)
     for name, runs in claims.SETS.items():
         assert all((run, seed) in FOUND for run in runs.values() for seed in claims.SEEDS_OF_SETS[name]), name
-    assert all(f"<!-- {name} -->" in PAGE for name in ("summary", "map", "batch", "tuning"))
-    front = ("Five findings", "All claims", "How it is decided", "The runs")  # what they say is of all tables
-    for section in PAGE.split("\n## ")[1:]:
-        in_front = section.startswith(front)
-        tables = re.findall(r"<!-- \w.*?<!-- end -->", PAGE if in_front else section, re.DOTALL)
-        other = r"<!-- \w.*?<!-- end -->|!\[.*?\]\(.*?\)|^    .*$|^<.*$"
-        prose = re.sub(other, "", section, flags=re.DOTALL | re.MULTILINE)
-        assert len(prose.split()) <= (220 if in_front else 120), section.splitlines()[0]
-        known = [abs(float(number)) for number in re.findall(r"(?<![\w.])-?\d*\.?\d+(?![\w.-])", " ".join(tables))]
-        for said in re.findall(r"(?<![Ss]ection )(?<![\w.])\d*\.\d+(?![\w-])", prose):
-            rounding = 0.5001 / 10 ** len(said.partition(".")[2])
-            assert any(abs(number - float(said)) < rounding for number in known), (section.splitlines()[0], said)
+    assert all(f"<!-- {name} -->" in PAGE for name in ("summary", "batch", "gspo"))
+    assert len(PAGE.encode()) <= 25_000
+
+
+def sections():
+    """(heading, prose, claims whose tables it links to), of the page; the first of no heading."""
+    for section in ("\n" + PAGE).split("\n## "):
+        other = r"<!-- \w.*?<!-- end -->|!\[.*?\]\(.*?\)|^    .*$"
+        prose = " ".join(re.sub(other, "", section, flags=re.DOTALL | re.MULTILINE).split())
+        yield section.partition("\n")[0], prose, re.findall(r"results/claims\.md#([\w-]+)\)", section)
+
+
+SECTIONS = [*sections()]
+FRONT = ("Five findings", "All claims", "Run it yourself", "How the rows were chosen")  # of all tables
+
+
+@pytest.mark.parametrize("heading, prose, names", SECTIONS, ids=[section[0] or "begin" for section in SECTIONS])
+def test_sections_have_numbers_of_their_tables_and_few_words(heading, prose, names):
+    assert len(prose.split()) <= 250
+    texts = [TABLES.get(name, "") + NOTES.get(name, "") for name in names]
+    texts += [*re.findall(r"<!-- \w.*?<!-- end -->", PAGE, re.DOTALL), TABLES["map"]]
+    text = " ".join(texts + [EVERYTHING] * heading.startswith(FRONT))
+    known = [abs(float(number)) for number in re.findall(r"(?<![\w.])[+-]?\d*\.?\d+(?![\w.-])", text)]
+    for said in re.findall(r"(?<![Ss]ection )(?<![\w.])\d*\.\d+(?![\w-])", prose):
+        rounding = 0.5001 / 10 ** len(said.partition(".")[2])
+        assert any(abs(number - float(said)) < rounding for number in known), said
+    pairs = {(abs(float(mean)), float(half)) for mean, half in re.findall(r"([+-][\d.]*\d) ± ([\d.]*\d)", text)}
+    for mean, half in re.findall(r"([\d.]*\d) ± ([\d.]*\d)", prose):
+        assert (float(mean), float(half)) in pairs, f"{mean} ± {half}"
+
+
+@pytest.mark.parametrize("name", claims.CLAIMS)
+def test_the_section_of_a_claim_says_its_verdicts_with_their_grades(name):
+    """And the table of GSPO does for its six settings."""
+    [said] = [prose for _, prose, names in SECTIONS if name in names]
+    said = CELLS if re.match(r"gspo_\d", name) else said.lower().replace("(a)", "(A)")
+    said = said.replace("(b)", "(B)").replace("(c)", "(C)")
+    for half in range(claims.CLAIMS[name].halves):
+        key = name, half
+        assert claims.stated(claims.verdict(*SIDES[key]), claims.grade(key, SIDES, KEPT, FOUND)) in said
+
+
+# (what the page says, the test, and whether its first side has more), where a sentence does not use the table's sign.
+DIRECTIONS = [
+    ("reward is .0113 ± .027 higher with GRPO", "dr_grpo_length", 2, False),
+    ("52.3 ± 7.1 more dots than under `dr_grpo.py`", "dr_grpo_length", 0, True),
+    ("length alone adds 7.31 ± 2 dots", "dr_grpo_parts", 0, True),
+    ("have 42 ± 5.5 fewer dots than under GRPO", "dr_grpo_parts", 5, True),
+    ("it leads there by .0689 ± .056", "dapo_groups_of_4", 2, True),
+    ("by .105 ± .041 in groups of eight", "dapo_sampling", 1, False),
+    ("the higher clip has .0635 ± .051 more reward", "dapo_clip", 3, True),
+    ("its reward is .0201 ± .0096 lower", "dapo_overlong_twice", 4, False),
+    ("is .0644 ± .11 lower with CISPO's objective", "rare_habit", 0, False),
+    ("spreads faster with CISPO than with GRPO", "rare_habit", 3, True),
+    ("and more slowly than with DAPO", "rare_habit", 2, False),
+    ("With one mean over all tokens instead, .22 ± .079 more", "rare_habit_parts", 0, True),
+    ("DAPO is slower by .334 ± .16 with GRPO's mean", "rare_habit_parts", 1, True),
+    (".247 ± .05 behind DAPO's and .235 ± .079 behind GRPO's", "cispo_3e-4", 0, False),
+    ("CISPO is behind GRPO by .125 ± .077", "cispo_1e-4", 1, False),
+    ("GSPO ends with .148 ± .11 more reward", "gspo_stability", 0, True),
+    ("GRPO's reward is .155 ± .14 higher than with small fresh steps", "reuse_3e-4", 4, True),
+    ("costs .0101 ± .032 of reward", "stale", 0, True),
+    ("the reward is .0636 ± .052 higher than with a reward for the answer", "process_twice", 0, True),
+    ("share of right answers is .369 ± .033 lower", "process_twice", 1, False),
+    ("the reward is .172 ± .045 higher if the reference becomes the policy", "grpo_iterative", 0, True),
+    ("lowers the squared signal-to-noise ratio by .378 ± .24", "reinforce_baseline", 0, False),
+    ("rewards of −1 and 1 give a ratio .378 ± .19 lower than leave-one-out", "reinforce_baseline", 2, True),
+    ("ends .01 ± .024 below PPO", "rloo_ppo", 0, False),
+    ("greedy accuracy falls by .272 ± .21", "ppo_penalty", 0, True),
+    ("With the penalty it ends .26 ± .21 higher", "ppo_penalty", 2, True),
+    ("the chosen responses lose 3.26 ± 1.1 nats", "dpo_displacement", 0, True),
+    ("With the default β of 0.5 they gain .14 ± .071", "dpo_displacement", 1, False),
+    ("is .133 ± .032 higher with 0.5 than with 0.1", "dpo_displacement", 3, True),
+]
+
+
+@pytest.mark.parametrize("sentence, name, place, first_has_more", DIRECTIONS)
+def test_sentences_have_the_sign_of_their_rows(sentence, name, place, first_has_more):
+    assert any(sentence in prose and name in names for _, prose, names in SECTIONS), sentence
+    claim = claims.CLAIMS[name]
+    mean, _ = claims.interval(*claims.sides_of(claim, claim.tests[place], FOUND, claim.seeds))
+    assert (mean > 0) == first_has_more
+
+
+def test_the_findings_have_the_grades_of_their_tests():
+    [text] = [prose for heading, prose, _ in SECTIONS if heading == "Five findings"]
+    findings = re.split(r" (?=[1-5]\. \*\*)", text)[1:]
+    rests_on = [
+        [("dr_grpo_parts", 0)],
+        [("rare_habit_parts", 0)],
+        [("gspo_16_3e-4", 0)],
+        [],
+        [("dpo_displacement", 0), ("dpo_displacement", 3)],
+    ]
+    for finding, keys in zip(findings, rests_on, strict=True):
+        assert re.findall(r"\(([ABC])\)", finding) == [claims.grade(key, SIDES, KEPT, FOUND) for key in keys]
+    stable = [("gspo_16_1e-4", 0), ("gspo_4_1e-4", 0), ("gspo_4_3e-4", 0)]
+    assert "(A in one of them, C in two)" in findings[2]
+    assert [claims.grade(key, SIDES, KEPT, FOUND) for key in stable] == ["A", "C", "C"]
+    assert {claims.verdict(*SIDES[key]) for key in stable} == {"opposite"}
+    accuracy = {key: claims.ends(FOUND, run) for key, run in claims.MAP.items() if key[0] == "grpo" and key[2] > 1}
+    assert {key[1:] for key, value in accuracy.items() if value >= 0.695} == {("1e-4", 4), ("3e-4", 4), ("1e-4", 16)}
+    assert "no difference" in findings[3] and claims.verdict(*SIDES["rloo_ppo", 0]) == "no difference"
+    texts = {claim.says for claim in claims.CLAIMS.values()}
+    beliefs = [text for text in texts if text.startswith("Often said")]
+    assert f"We tested {len(texts) - len(beliefs)} claims of papers" in SECTIONS[0][1] and len(beliefs) == 2
+
+
+def test_other_numbers_of_the_page_by_hand():
+    rows = [{"step": 5 * i + 5.0, "works": 0.1 * i} for i in range(11)]
+    run = claims.CLAIMS["rare_habit_parts"].runs["GRPO"]
+    found = {(run, seed): rows[seed - 1 :] for seed in range(1, 9)}
+    assert claims.half_show_work(found, "GRPO") == "35 to 40"  # .6 in row 7; the seed 8 begins with .7 in row 8
+    free, held = (claims.CLAIMS["ppo_penalty"].runs[side] for side in ("no penalty", "penalty"))
+    path = [{"ref_kl": kl, "accuracy": accuracy} for kl, accuracy in ((0.0, 1.0), (1.0, 0.9), (3.0, 0.5), (2.0, 0.7))]
+    found = {(free, seed): path for seed in claims.SEEDS}
+    found |= {(held, seed): [{"ref_kl": 1.5, "accuracy": 0.95}] for seed in claims.SEEDS}
+    assert claims.at_equal_divergence(found) == (pytest.approx(0.8), pytest.approx(0.95))
 
 
 def test_the_model_names_the_limit_of_its_task_and_so_do_its_checkpoints(tmp_path):

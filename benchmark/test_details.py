@@ -1,4 +1,4 @@
-"""benchmark/details.py: its edits fit the scripts as they are now, and its tables are means over seeds."""
+"""benchmark/details.py: its edits fit the scripts as they are now, and its tables have the numbers of the csv."""
 
 from dataclasses import fields
 from importlib import import_module
@@ -35,3 +35,28 @@ def test_means_over_seeds_and_numbers_that_are_missing():
     }
     page = details.render(results)
     assert "| as it is | 1 2 | 0.55 | - |" in page and "dapo" not in page
+
+
+def test_tables_of_the_pages_are_means_over_seeds_and_say_never():
+    names = dict.fromkeys(details.ON_PAGES, 0.25)
+    results = {("cispo", detail, seed): names for detail in details.DETAILS["cispo"] for seed in (1, 2)}
+    results["cispo", "mean per completion", 2] = {
+        "greedy accuracy": 0.5,
+        "pass@1": 0.25,
+        "length": 9.0,
+        "step of 0.9": None,
+    }
+    table = details.table(results, "cispo")
+    assert "| mean per completion | 0.375 | 0.250 | 4.6 | never |\n" in table
+    assert table.count("\n") == 2 + len(details.DETAILS["cispo"])
+    page = "before\n<!-- cispo done otherwise -->\nold\n<!-- end -->\nafter <!-- end -->"
+    filled = details.fill(page, results)
+    assert filled == f"before\n<!-- cispo done otherwise -->\n\n{table}\n<!-- end -->\nafter <!-- end -->"
+    assert details.fill(filled, results) == filled and details.fill("no mark", results) == "no mark"
+
+
+@pytest.mark.parametrize("script", details.DETAILS)
+def test_pages_have_the_numbers_of_the_csv(script):
+    page = (ROOT / "docs" / f"{script}.md").read_text(encoding="utf-8")
+    assert f"<!-- {script} done otherwise -->" in page
+    assert details.fill(page, details.read_results(details.RESULTS / "details.csv")) == page
