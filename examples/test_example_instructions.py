@@ -1,0 +1,88 @@
+"""The reward of examples/instructions.py, and its data: python -m pytest examples/test_example_instructions.py"""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+from tiny import ROOT, load_module, read_jsonl
+
+instructions = load_module(ROOT / "examples" / "instructions.py")
+DATA = ROOT / "data" / "constraints"
+ROWS = {split: read_jsonl(DATA / f"{split}.jsonl") for split in ("train", "test")}
+INSTRUCTION = "Name three fruits."
+
+# (kind, value, a completion that meets the constraint, one that does not)
+CASES = [
+    ("at most", 5, "Apples, pears and plums.", "Three fruits are apples, pears and plums."),
+    ("include", "river", "Apples by the River are sweet.", "Apples and rivers are nice."),
+    ("lowercase", None, "apples, pears and plums.", "Apples, pears and plums."),
+    ("end", "That is all.", "Apples, pears and plums. That is all.", "That is all. Apples, pears and plums."),
+    ("quotes", None, '"Apples, pears and plums."', '"Apples", pears and plums.'),
+    ("bullets", 2, "* an apple\n* a pear", "* an apple\n* a pear\n* a plum"),
+    ("no commas", None, "Apples and pears and plums.", "Apples, pears and plums."),
+    ("begin", "Sure", "Sure: apples, pears and plums.", "Surely apples, pears and plums."),
+]
+
+
+def is_right(completion, kind, value):
+    answer = json.dumps({"kind": kind, "value": value, "instruction": INSTRUCTION})
+    return instructions.is_right(completion, answer)
+
+
+@pytest.mark.parametrize("kind, value, good, bad", CASES)
+def test_a_completion_is_right_if_it_meets_its_constraint(kind, value, good, bad):
+    assert is_right(good, kind, value)
+    assert is_right(f"\n {good} \n", kind, value)
+    assert not is_right(bad, kind, value)
+
+
+@pytest.mark.parametrize(
+    "kind, value, completion",
+    [
+        ("end", "That is all.", "That is all."),  # the required phrase alone
+        ("include", "river", "River river river, yes."),
+        ("quotes", None, '"Yes."'),
+        ("at most", 5, "Yes yes yes."),  # the same word again
+        ("no commas", None, "Name three fruits. Do not use any commas in your answer."),  # the prompt
+        ("lowercase", None, ""),
+    ],
+)
+def test_what_is_no_answer_of_its_own_earns_nothing(kind, value, completion):
+    assert not is_right(completion, kind, value)
+
+
+def test_training_and_held_out_rows_share_nothing_and_kinds_are_balanced():
+    seen = {}
+    for split, rows in ROWS.items():
+        constraints = [json.loads(row["answer"]) for row in rows]
+        tasks = {row["prompt"].rpartition("\n\n")[0] for row in rows}
+        values = {(c["kind"], c["value"]) for c in constraints if c["value"] is not None}
+        seen[split] = tasks, values, Counter(c["kind"] for c in constraints)
+    (train_tasks, train_values, train_kinds), (test_tasks, test_values, test_kinds) = seen.values()
+    assert not train_tasks & test_tasks
+    assert not train_values & test_values
+    assert set(test_kinds) - set(train_kinds) == {"begin"}
+    assert set(test_kinds.values()) == {25}
+    assert set(train_kinds.values()) == {142}
+
+
+def test_the_files_are_what_make_writes(tmp_path):
+    subprocess.run([sys.executable, DATA / "make.py", tmp_path], check=True, stdout=subprocess.DEVNULL)
+    for split in ROWS:
+        assert (tmp_path / f"{split}.jsonl").read_bytes() == (DATA / f"{split}.jsonl").read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["grpo", "gspo"])
+def test_a_run_counts_constraints(script, tmp_path):
+    """With a bundled model, which can only add: the reward is 0 or 1, and accuracy counts the same."""
+    flags = "--prompts-per-step 2 --num-steps 1 --eval-prompts 4 --minibatch-size 16 --max-prompt-length 200".split()
+    command = [sys.executable, ROOT / "examples" / "instructions.py", script, *flags, "--run-dir", tmp_path / "run"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert lines[-1]["eval/accuracy"] == lines[-1]["eval/reward"]
+    for row in read_jsonl(tmp_path / "run" / "eval_samples.jsonl"):
+        assert row["reward"] == instructions.is_right(row["completion"], row["answer"])
