@@ -11,38 +11,43 @@ HEAD = """# Models
 
 Written by `python docs/models.py` from the table of `tests/test_models.py`, with transformers {version}.
 
-These {count} architectures (`model_type` in config.json) train. Of each a small random model was compared, on a CPU,
-with its own forward pass of each sequence alone: log-probabilities and gradients of padded batches, and samples of
-padded groups whose rows finish at different times. Sparse attention (`index_topk`) was compared where it still keeps
-all tokens. Others may train as well: at start a script that samples compares that with training on beginnings of one
-prompt, and ends with an error where it finds a difference. If a model also reads images (Gemma 3, Qwen3.5), only its
-language model is trained and saved, and the script says so. Models that transformers cannot load as a causal language
-model (Qwen2.5-VL) are refused.
+The {count} architectures below (`model_type` in config.json) train. For each of them the test makes a small random
+model on a CPU, and compares padded batches with a forward pass of each sequence alone. It checks log-probabilities,
+gradients, and samples of groups in which rows finish at different times. Sparse attention (`index_topk`) is tested only
+on sequences that are short enough for it to keep all tokens.
+
+Other architectures may train as well. At the start, every script that samples compares sampling with training on parts
+of a prompt, and stops with an error if they differ. Models that transformers cannot load as a causal language model
+(Qwen2.5-VL) are refused. If a model also reads images (Gemma 3, Qwen3.5), the script trains and saves only its language
+model, and says so.
 
 Not supported: LoRA adapter folders (merge them into their model first), quantized checkpoints, training the vision part
 of a model, and a reward model whose tokenizer differs from the policy's.
 
-`zamba` and `zamba2`, whose blocks share weights, train in float32 on one process only, and are not tested. `biogpt` and
-`ctrl` name no blocks, so nothing of them can compute in bfloat16: they need `--precision float32`. `--lora-rank` needs
-weights in linear layers: experts that are held together, and GPT-2's layers, get no adapters, and a model without any
-linear layer in its blocks has nothing to train."""
+Some models have limits:
+
+- `zamba` and `zamba2`, whose blocks share weights, train in float32 on one process only, and are not tested.
+- `biogpt` and `ctrl` do not name their blocks, so no part of them can compute in bfloat16. Use `--precision float32`.
+- `--lora-rank` adds adapters only to linear layers. Fused expert weights and the layers of GPT-2 get none, and a model
+  without any linear layer in its blocks would have nothing to train."""
 SCORED = """
-`reward_model.py`, and the value and reward models of `ppo_rlhf.py`, need a sequence classification class. transformers
-has no such class for """
+`reward_model.py` and the value and reward models of `ppo_rlhf.py` need a sequence classification class. transformers
+has none for """
 REFUSAL = """
 ## Refused
 
-The check at the start ends the run. The first of these have a cache that sampling cannot use, since prompts of a batch
-are padded, groups share a prompt and finished rows leave; the others a head or a body that the scripts do not
-reproduce.
+The check at the start ends the run for these models. Most of them have a cache that sampling cannot use: prompts of a
+batch are padded, groups share a prompt, and finished rows leave the batch. The others have a head or a body that the
+scripts do not reproduce.
 
-| architecture | in the error |
+| architecture | error message contains |
 |---|---|"""
 TEMPLATES = """
 ## Chat templates without a system message
 
-Those of Gemma 1 and 2 and of some Mistral models refuse one. With the default `--system-prompt` of real models the run
-then ends with the template's own words: give `--system-prompt ""`, and put what is to be said into the prompts."""
+The chat templates of Gemma 1 and 2 and of some Mistral models refuse a system message. With the default
+`--system-prompt` for real models, the run then ends with the template's own error. Set `--system-prompt ""`, and put
+the instructions into the prompts."""
 
 
 def render(trained, refused):
