@@ -1,13 +1,13 @@
-"""What a script needs of a GPU's memory, or a CPU's, part by part, from the shape of the model; no weights are read.
+"""Estimate how much memory a script needs on a GPU or a CPU, part by part, from the shape of the model.
 
     python tools/memory.py --model Qwen2.5-1.5B --gpu-gb 24
     python tools/memory.py --model path/to/folder --script ppo_rlhf --gradient-checkpointing --microbatch-tokens 4096
     python tools/memory.py --model models/smollm2 --script sft --microbatch-tokens 4096 --cpu-gb 8
     python tools/memory.py --write docs/memory.md
 
-Flags that are not given have the script's defaults for real models, or those that the model's config.json names. GB are
-1e9 bytes. The formulas are those of models built as Llama and Qwen2 are, every completion being as long as
---max-completion-length lets it.
+No weights are read. Flags that you do not give have the script's defaults for real models, or those that the model's
+config.json names. A GB is 1e9 bytes. The formulas hold for models built like Llama and Qwen2, if every completion is as
+long as --max-completion-length allows.
 """
 
 import argparse
@@ -56,7 +56,7 @@ EVAL_SAMPLES = 4
 
 
 def load_config(name):
-    """The config of a shape named above, of a folder or config.json, or of a model of the hub."""
+    """Return the config of a shape named above, of a folder or config.json, or of a model of the hub."""
     if name in SHAPES | SMALL:
         *sizes, tied = (SHAPES | SMALL)[name]
         return Qwen2Config(**dict(zip(NAMES, sizes)), tie_word_embeddings=tied)
@@ -315,16 +315,20 @@ def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="Qwen2.5-0.5B", help=f"{', '.join(SHAPES | SMALL)}, a folder or hub name")
     parser.add_argument("--script", default="grpo", choices=SCRIPTS)
-    parser.add_argument("--ranks", type=int, default=1, help="GPUs, over which torchrun shards")
-    parser.add_argument("--gpu-gb", type=float, help="say whether it fits, and if not, what would")
-    parser.add_argument("--cpu-gb", type=float, help="the same of a CPU and its memory")
-    parser.add_argument("--write", metavar="PAGE", help="write the tables of docs/memory.md instead")
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="number of GPUs over which torchrun shards the model (default: 1)"
+    )
+    parser.add_argument(
+        "--gpu-gb", type=float, help="memory of a GPU: say whether the run fits, and if not, which flags help"
+    )
+    parser.add_argument("--cpu-gb", type=float, help="the same for the memory of a CPU")
+    parser.add_argument("--write", metavar="PAGE", help="only write the tables of docs/memory.md")
     for name, value in SETTINGS.items():
         flag = f"--{name.replace('_', '-')}"
         if value is False:
             parser.add_argument(flag, action="store_true", default=None)
         else:
-            parser.add_argument(flag, type=type(value), help="as in the script, whose default it has")
+            parser.add_argument(flag, type=type(value), help="as in the script (default: that of the script)")
     return parser.parse_args()
 
 
@@ -346,11 +350,11 @@ def main(args):
         peak, fit = max(rows[-1][1:]), find_fit(config, settings, gb, args.ranks, models)
         answer = "fits" if peak <= USABLE * gb * 1e9 else "does not fit"
         other = "shorter completions" if settings.cpu else "more GPUs, or shorter completions"
-        remedy = as_flags(fit, settings) if fit else f"no flags of this script: {other}"
-        print(f"{answer} in {gb:g} GB" + ("" if answer == "fits" else f"; what would: {remedy}"))
+        remedy = as_flags(fit, settings) if fit else f"no flags of this script, but {other}"
+        print(f"{answer} in {gb:g} GB" + ("" if answer == "fits" else f"; this would fit: {remedy}"))
     whole, state = models["policy"].blocks + models["policy"].root, 4 if settings.lora_rank else 12
-    print(f"host memory at start: {in_gb(4 * whole * args.ranks)} GB, each rank reads the whole model")
-    print(f"disk: {in_gb((4 + state) * whole)} GB a run, {in_gb((4 + 2 * state) * whole)} GB while it saves")
+    print(f"host memory at the start: {in_gb(4 * whole * args.ranks)} GB, because each rank reads the whole model")
+    print(f"disk: {in_gb((4 + state) * whole)} GB per run, {in_gb((4 + 2 * state) * whole)} GB while it saves")
 
 
 if __name__ == "__main__":

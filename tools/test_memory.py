@@ -211,13 +211,13 @@ def test_command_line_says_what_fits(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", command)
     memory.main(memory.parse_args())
     said = capsys.readouterr().out
-    assert "host memory at start: 2.0 GB" in said and "disk: 7.9 GB a run, 13.8 GB while" in said
-    assert "| key-value cache |" in said and "does not fit in 16 GB; what would: --gradient-checkpointing" in said
+    assert "host memory at the start: 2.0 GB" in said and "disk: 7.9 GB per run, 13.8 GB while" in said
+    assert "| key-value cache |" in said and "does not fit in 16 GB; this would fit: --gradient-checkpointing" in said
     monkeypatch.setattr(sys, "argv", ["memory.py", "--model", "SmolLM2-135M", "--cpu-gb", "16"])
     memory.main(memory.parse_args())
     said = capsys.readouterr().out
     assert "| process | 0.7 | 0.7 |" in said and "| weights gathered |  |  |" in said  # in float32, as a script there
-    assert "does not fit in 16 GB; what would: --gradient-checkpointing" in said
+    assert "does not fit in 16 GB; this would fit: --gradient-checkpointing" in said
     monkeypatch.setattr(sys, "argv", [*command, "--script", "dpo", "--group-size", "4"])
     with pytest.raises(SystemExit, match="dpo.py has no --group-size"):
         memory.main(memory.parse_args())
