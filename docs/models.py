@@ -36,9 +36,9 @@ has none for """
 REFUSAL = """
 ## Refused
 
-The check at the start ends the run for these models. Most of them have a cache that sampling cannot use: prompts of a
-batch are padded, groups share a prompt, and finished rows leave the batch. The others have a head or a body that the
-scripts do not reproduce.
+The check at the start ends the run for these models. Most of them have a cache that sampling cannot use, because
+sampling pads the prompts of a batch, shares a prompt within a group, and removes finished rows from the batch. The
+others have a head or a body that the scripts do not reproduce.
 
 | architecture | error message contains |
 |---|---|"""
