@@ -112,13 +112,13 @@ def with_bug(mutant, folder):
     return texts
 
 
-def run_pytest(folder, arguments):
+def run_pytest(folder, arguments, log):
     """Run pytest in a copy of the repository; this is the target of a process of its own."""
     os.setsid()  # to end what torchrun started, too
     os.chdir(folder)
-    with open("log", "wb") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
+    with open(log, "wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
     temporary = str(folder / "temporary")
     os.environ |= {"TMPDIR": temporary, "HF_DATASETS_CACHE": temporary, "COLUMNS": "300"}
     tempfile.tempdir = None  # it is looked up anew
@@ -131,14 +131,15 @@ def run_pytest(folder, arguments):
 def run_tests(folder, tests, seconds):
     """Return pytest's exit status, None if it took longer than these seconds, and its output."""
     arguments = ["-q", "-p", "no:cacheprovider", *dict.fromkeys(f"tests/{node}" for node, _ in tests)]
-    process = SERVER.Process(target=run_pytest, args=(folder, arguments))
+    log = Path(tempfile.mkdtemp(dir=folder), "log")
+    process = SERVER.Process(target=run_pytest, args=(folder, arguments, log))
     process.start()
     process.join(seconds)
     status = process.exitcode
     if status is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.join()
-    return status, Path(folder, "log").read_text(encoding="utf-8", errors="replace")
+    return status, log.read_text(encoding="utf-8", errors="replace")
 
 
 def failure_of(node, case, output):
@@ -203,14 +204,18 @@ def main():
         for mutant in chosen:
             with_bug(mutant, Path(copy))
         shutil.copytree(copy, clean, symlinks=True, dirs_exist_ok=True)
-        tests = sorted({test for mutant in chosen for test in mutant.tests}, key=str)
-        status, output = run_tests(Path(clean), tests, SECONDS * 6)
-        if status != 0:
-            raise SystemExit(f"{output[-3000:]}\nwithout any bug the tests must pass")
-        print(f"without any bug: {output.splitlines()[-1]}", flush=True)
+        by_file = {}
+        for node, case in dict.fromkeys(test for mutant in chosen for test in mutant.tests):
+            by_file.setdefault(node.partition("::")[0], []).append((node, case))
+        results = []
         with ThreadPoolExecutor(args.jobs) as pool:
-            results = list(pool.map(try_mutant, chosen, [copy] * len(chosen)))
-    write_result(results)
+            for status, output in pool.map(lambda tests: run_tests(Path(clean), tests, SECONDS * 6), by_file.values()):
+                print(f"without any bug: {output.splitlines()[-1]}", flush=True)
+                if status != 0:
+                    raise SystemExit(f"{output[-3000:]}\nwithout any bug the tests must pass")
+            for result in pool.map(try_mutant, chosen, [copy] * len(chosen)):
+                results.append(result)
+                write_result([result])
     survivors = [mutant.name for mutant, verdict, _ in results if verdict != "caught"]
     print(f"{len(results) - len(survivors)} of {len(results)} caught", *survivors, sep="\n")
     raise SystemExit(bool(survivors))
