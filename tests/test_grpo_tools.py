@@ -292,3 +292,12 @@ def test_calls_are_counted_each_and_their_lack_is_told(reply, monkeypatch, tmp_p
     assert line["rollout/calls"] == pytest.approx(num_written.mean().item())
     assert line["rollout/tool_use"] == pytest.approx((num_written > 0).float().mean().item())
     assert ("plain GRPO" in capsys.readouterr().out) == (reply == "")
+
+
+def test_the_tools_tokens_are_marked_and_padding_is_left_out(tokenizer):
+    ids = tokenizer("1+2=3;1", add_special_tokens=False)["input_ids"]
+    batch = {"completion_ids": torch.tensor([ids]), "completion_mask": torch.ones(1, len(ids)).long()}
+    batch["completion_mask"][0, -1] = 0
+    batch["sampler_logprobs"] = torch.zeros(1, len(ids))
+    batch["sampler_logprobs"][0, 4] = -torch.inf
+    assert grpo_tools.mark_replies(tokenizer, batch) == ["1+2=«3»;"]
