@@ -1,14 +1,16 @@
-"""Every script on a real language model: models/smollm2 on word problems and on pairs of manners, on two cores.
+"""Scripts on a real language model: models/smollm2 on instructions with constraints, word problems, and pairs.
 
     python benchmark/real_model.py                              every run that benchmark/results/real_model.csv lacks
     python benchmark/real_model.py --runs grpo dapo --seeds 1   these, and first what they begin from
     python benchmark/real_model.py --show                       the commands
-    python benchmark/real_model.py --page                       docs/real_model.md's tables and picture, of the csv
+    python benchmark/real_model.py --page                       write the tables and pictures of docs/real_model.md
 
-Two runs at a time, a core each; one of these commands at a time, since each writes the csv. A run is a folder
-runs/real_model/NAME_SEED; what was cut short goes on, and its minutes are then those of the last part. The csv has
-every step that was logged; of a trained model that was looked at on other data a row with the name of these data; and
-of every run a row "whole" with its minutes and GiB. Three completions of each look are in real_model_samples.jsonl.
+Two runs work at a time, with a core each. Start one of these commands at a time, since each writes the csv. A run is a
+folder runs/real_model/NAME_SEED. An interrupted run is resumed, and its minutes are then those of the last part.
+
+The csv has a row for every step that was logged. A trained model that is evaluated on other data has a row with the
+name of these data in the column "look". Every run has a row "whole" with its minutes and GiB. Some completions of each
+evaluation are in real_model_samples.jsonl.
 """
 
 import csv
@@ -31,6 +33,7 @@ from statistics import mean
 from threading import Lock
 
 import matplotlib.pyplot as plt
+import numpy as np
 import torch
 import tyro
 from transformers import AutoTokenizer
@@ -46,17 +49,22 @@ MODEL, MAWPS, SVAMP, MANNERS = "models/smollm2", "data/word_problems/mawps", "da
 BOXED = r"Reason step by step, and put your final answer within \boxed{}."
 WORDS = "--max-completion-length 48 --eval-prompts 0"
 PAIRS = f"--dataset {MANNERS} --max-prompt-length 128 --max-completion-length 96 --eval-prompts 100 --minibatch-size 32"
+CONSTRAINTS = "data/constraints"
 ON_WORDS = {"MAWPS": MAWPS, "SVAMP": SVAMP}
 
 
 @dataclass
 class Run:
-    """A script, its flags, the run whose checkpoint is its --model, and the data its own is looked at with."""
+    """A script, its flags, the run whose checkpoint is its --model, and the data to evaluate its own checkpoint on.
+
+    The field sampled has the flags of tools/sample.py that write its --dataset.
+    """
 
     script: str
     flags: str
     base: str = ""
     looks: tuple = ()
+    sampled: str = ""
     system_prompt: str = ""
     reward_model: str = ""
     precision: str = "bfloat16"
@@ -112,7 +120,19 @@ RUNS = {
         "examples/one_sentence",
         "--num-steps 20 --learning-rate 1e-5 --kl-coef 0 --eval-every 10 --max-completion-length 48",
     ),
+    "instructions": Run("examples/instructions.py grpo", "--eval-prompts 200 --eval-every 5", precision="float32"),
+    "instructions_sft": Run(
+        "sft",
+        "--eval-prompts 0 --num-steps 30 --minibatch-size 32 --learning-rate 2e-5 --warmup-steps 0",
+        looks=("instructions",),
+        sampled="--split train --num-prompts 240 --num-samples 8 --keep right --show 0",
+        precision="float32",
+    ),
 }
+for other in ("reinforce", "dr_grpo", "dapo", "gspo", "cispo"):
+    rounds = " --max-rounds 2 --num-steps 8" * (other == "dapo")  # as many completions as the others
+    options = {"precision": "float32", "seeds": (1,)}
+    RUNS[f"instructions_{other}"] = Run(f"examples/instructions.py {other}", f"--eval-prompts 0{rounds}", **options)
 
 
 def folder_of(name, seed):
@@ -120,46 +140,42 @@ def folder_of(name, seed):
 
 
 def command_of(name, seed, look=""):
-    """What is run, as a list; a look is an evaluation of the run's checkpoint, by the run's script where it samples."""
+    """Return a command as a list: of a run, of an evaluation of its checkpoint, or of the sampling of its data."""
     run = RUNS[name]
-    if look:
+    target = folder_of(f"{name}_on_{look}".replace(", ", "_") if look else name, seed)
+    target = ["--seed", seed, "--run-dir", target]
+    model = folder_of(run.base, seed) / "checkpoint" if run.base else MODEL
+    checkpoint = folder_of(name, seed) / "checkpoint"
+    own = run.script if " " in run.script else f"{run.script}.py"
+    if look == "16 samples":
+        return ["python", "benchmark/real_model.py", "--pass-at", str(checkpoint), "--seeds", str(seed)]
+    if look == "data":
+        flags = ["examples/instructions.py", "sample", "--model", model, *run.sampled.split()]
+        target = ["--seed", seed, "--out", data_of(name, seed)]
+    elif look == "instructions":
+        flags = ["examples/instructions.py", "grpo", "--model", checkpoint, "--num-steps", 0, "--eval-prompts", 200]
+    elif look:
         data, _, calculator = look.partition(", ")
-        script = "grpo_tools" if calculator else "grpo" if run.script == "sft" else run.script
-        flags = ["--model", folder_of(name, seed) / "checkpoint", "--dataset", ON_WORDS.get(data), "--num-steps", 0]
+        script = "grpo_tools.py" if calculator else "grpo.py" if run.script == "sft" else own
+        flags = [script, "--model", checkpoint, "--dataset", ON_WORDS[data], "--num-steps", 0]
         flags += ["--eval-prompts", 150, "--max-completion-length", 48]
     else:
-        script = run.script
-        flags = ["--model", folder_of(run.base, seed) / "checkpoint" if run.base else MODEL, *run.flags.split()]
+        flags = [*own.split(), "--model", model, *run.flags.split()]
+        flags += ["--dataset", data_of(name, seed)] if run.sampled else []
         flags += ["--reward-model", folder_of(run.reward_model, seed) / "checkpoint"] if run.reward_model else []
     flags += ["--system-prompt", run.system_prompt] if run.system_prompt else []
-    if look == "16 samples":
-        return [
-            "python",
-            "benchmark/real_model.py",
-            "--pass-at",
-            str(folder_of(name, seed) / "checkpoint"),
-            "--seeds",
-            str(seed),
-        ]
-    target = folder_of(f"{name}_on_{look}".replace(", ", "_") if look else name, seed)
-    return [
-        "python",
-        f"{script}.py",
-        *map(str, flags),
-        "--precision",
-        run.precision,
-        "--seed",
-        str(seed),
-        "--run-dir",
-        str(target),
-    ]
+    return ["python", *map(str, [*flags, "--precision", run.precision, *target])]
+
+
+def data_of(name, seed):
+    return FOLDER / f"{name}_data_{seed}.jsonl"
 
 
 def execute(command, threads):
-    """Run a command to its end; return minutes and GiB at most."""
+    """Run a command to its end; return its minutes and its maximum of memory in GiB."""
     folder, begun = Path(command[-1]), time.time()
     if [*folder.glob("state/[0-9]*")]:
-        command = [*command[:2], "--resume", str(folder)]
+        command = [*command[: command.index("--model")], "--resume", str(folder)]
     elif folder.exists():
         shutil.rmtree(folder)
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
@@ -177,10 +193,12 @@ def read_jsonl(path):
 
 
 def one(name, seed, threads):
-    """A run with its looks, less what the csv has: rows of the csv, and completions of evaluations."""
+    """Do what the csv lacks of a run and its evaluations; return its rows of the csv, and completions."""
     key, folder = {"run": name, "seed": seed}, folder_of(name, seed)
     rows = [row for row in read_csv() if key.items() <= row.items()]
     samples = [line for line in read_jsonl(SAMPLES) if key.items() <= line.items()]
+    if RUNS[name].sampled and not data_of(name, seed).exists():
+        execute(command_of(name, seed, "data"), threads)
     if not (folder / "trained").exists() or "whole" not in looks_of(rows):
         minutes, gib = execute(command_of(name, seed), threads)
         (folder / "trained").touch()  # others may begin from it
@@ -190,6 +208,7 @@ def one(name, seed, threads):
         count_completions(rows, json.loads((folder / "args.json").read_text()))
         rows.append(key | {"look": "whole", "step": steps[-1]["step"], "minutes": minutes, "gib": gib})
         evaluated = read_jsonl(folder / "eval_samples.jsonl")
+        mark_right(rows, evaluated)
         ends = [[line for line in evaluated if line["step"] == evaluated[end]["step"]] for end in (0, -1) if evaluated]
         samples = [key | line for end in ends for line in end[:3]]
     for look in [look for look in RUNS[name].looks if look not in looks_of(rows)]:
@@ -204,7 +223,23 @@ def one(name, seed, threads):
             found = read_jsonl(Path(command[-1], "metrics.jsonl"))[0] | count_equations(lines)
             samples += [key | {"look": look} | line for line in lines[:3]]
         rows.append(key | {"look": look} | found)
+        if look == "instructions":
+            mark_right(rows[-1:], lines)
     return rows, samples
+
+
+def held_out():
+    """Return the kind of constraint of each held-out instruction."""
+    rows = read_jsonl(ROOT / CONSTRAINTS / "test.jsonl")
+    return {row["prompt"]: json.loads(row["answer"])["kind"] for row in rows}
+
+
+def mark_right(rows, lines):
+    """Add to rows of evaluations which held-out instructions were followed: a 0 or 1 each, in the file's order."""
+    for row in rows:
+        rewards = {line["prompt"]: line["reward"] for line in lines if line["step"] == row["step"]}
+        if rewards.keys() == held_out().keys():
+            row["right"] = "".join("1" if rewards[prompt] else "0" for prompt in held_out())
 
 
 def count_completions(rows, args):
@@ -266,7 +301,8 @@ def read_csv():
         return []
     with open(RESULT, newline="") as file:
         rows = [{key: value for key, value in row.items() if value != ""} for row in csv.DictReader(file)]
-    return [{key: value if key in ("run", "look") else float(value) for key, value in row.items()} for row in rows]
+    texts = ("run", "look", "right")
+    return [{key: value if key in texts else float(value) for key, value in row.items()} for row in rows]
 
 
 def write(rows, samples):
@@ -385,11 +421,17 @@ def evaluations_table(rows):
     return table(["", "held out", "before -> after", "seeds", "minutes", "GiB"], lines)
 
 
+def parts_of(name):
+    """Return the third arguments of command_of for all commands of a run."""
+    return [*(["data"] if RUNS[name].sampled else []), "", *RUNS[name].looks]
+
+
 def commands(_):
-    """The commands of one seed."""
+    """Return the commands of one seed, without evaluations of checkpoints."""
     lines = []
-    for name in RUNS:
-        first, *flags = shlex.join(command_of(name, 1)).split(" --")
+    parts = [(name, part) for name in RUNS for part in parts_of(name) if part in ("data", "")]
+    for name, part in parts:
+        first, *flags = shlex.join(command_of(name, 1, part)).split(" --")
         lines.append(f"    {first}")
         for flag in flags:
             if len(lines[-1]) + len(flag) > 110:
@@ -409,7 +451,61 @@ def completions(_):
     return table(["", "completion", "reward"], lines)
 
 
-TABLES = {"words": words_table, "samples": samples_table, "evaluations": evaluations_table}
+def instructions_by_step(rows):
+    """Return {title: rows of all seeds} of the evaluations on held-out instructions."""
+    found = {}
+    for row in (row for row in rows if "right" in row):
+        title = f"`grpo.py`, step {row['step']:.0f}" if row["run"] == "instructions" else "`sft.py` on right samples"
+        found.setdefault(title, []).append(row)
+    return found
+
+
+def rights_of(rows):
+    """Return the column "right" of rows of evaluations as an array of numbers (seeds, 200)."""
+    return np.array([[int(digit) for digit in row["right"]] for row in rows])
+
+
+def instructions_table(rows):
+    """What the model does with held-out instructions, by step, and after fine-tuning on its own right samples."""
+    metrics = ("eval/accuracy", "eval/pass@1", "eval/pass@4")
+    found = instructions_by_step(rows)
+    lines = [[title, *(over_seeds([row[m] for row in found[title]]) for m in metrics)] for title in found]
+    return table(["", "greedy accuracy", "pass@1", "pass@4"], lines)
+
+
+def kinds_table(rows):
+    """Greedy accuracy by kind of constraint, in the order of the rise."""
+    kinds = np.array([*held_out().values()])
+    titles, columns = [], []
+    for title, found in instructions_by_step(rows).items():
+        if title.endswith((" step 0", " step 15", "samples")):
+            titles.append(title.replace("`grpo.py`, step 0", "before"))
+            columns.append(rights_of(found))
+    lines = []
+    for kind in {*kinds}:
+        lines.append([KINDS.get(kind, kind), *(right[:, kinds == kind].mean() for right in columns)])
+    lines.sort(key=lambda line: line[1] - line[2])
+    lines.append(["all", *(right.mean() for right in columns)])
+    lines = [[kind, *(f"{accuracy:.2f}" for accuracy in accuracies)] for kind, *accuracies in lines]
+    return table(["constraint", *titles], lines)
+
+
+def errors_table(rows):
+    """The rise of greedy accuracy, with its standard errors over instructions and over seeds."""
+    found = instructions_by_step(rows)
+    before = rights_of(found.pop("`grpo.py`, step 0"))
+    lines = []
+    for title, after in found.items():
+        change = rights_of(after) - before[: len(after)]  # (seeds, 200)
+        errors = [means.std(ddof=1) / len(means) ** 0.5 for means in (change.mean(0), change.mean(1))]
+        lines.append([title, f"{change.mean():.3f}", *(f"{error:.3f}" for error in errors)])
+    return table(["", "rise of greedy accuracy", "standard error, instructions", "standard error, seeds"], lines)
+
+
+KINDS = {"begin": "begin with a word (never trained)", "end": "end with a phrase", "quotes": "in quotation marks"}
+KINDS |= {"at most": "at most n words", "bullets": "n bullet points", "include": "include a word"}
+TABLES = {"instructions": instructions_table, "kinds": kinds_table, "errors": errors_table}
+TABLES |= {"words": words_table, "samples": samples_table, "evaluations": evaluations_table}
 TABLES |= {"commands": commands, "completions": completions}
 
 
@@ -450,6 +546,33 @@ def draw(rows):
     plt.close(figure)
 
 
+def draw_instructions(rows):
+    """Draw accuracy on held-out instructions by step, and the training reward of six scripts."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
+    found = instructions_by_step(rows)
+    tuned = found.pop("`sft.py` on right samples", None)
+    steps = [int(title.split()[-1]) for title in found]
+    for metric, label in (("eval/accuracy", "greedy"), ("eval/pass@1", "sampled (pass@1)")):
+        values = [[row[metric] for row in evaluated] for evaluated in found.values()]
+        left.plot(steps, [*map(mean, values)], marker="o", label=f"grpo.py, {label}")
+        left.fill_between(steps, [*map(min, values)], [*map(max, values)], alpha=0.2)
+    if tuned:
+        accuracy = mean(row["eval/accuracy"] for row in tuned)
+        left.axhline(accuracy, color="gray", linestyle="--", label="sft.py on its own right samples, greedy")
+    left.set(title="held-out instructions followed", xlabel="step of 128 completions", ylim=(0, 1))
+    left.legend(fontsize="small")
+    for name in (name for name in RUNS if name.startswith("instructions")):
+        found = [row for row in rows if row["run"] == name and row["seed"] == 1 and "reward/mean" in row]
+        if found:
+            completions = [row["rollout/completions"] * row["step"] for row in found]
+            smooth = [mean(row["reward/mean"] for row in found[max(0, i - 1) : i + 2]) for i in range(len(found))]
+            right.plot(completions, smooth, label=f"{name.partition('_')[2] or 'grpo'}.py")
+    right.set(title="reward in training, seed 1, mean of three steps", xlabel="completions", ylim=(0, 1))
+    right.legend(fontsize="small")
+    figure.savefig(PICTURES / "instructions.png", dpi=110, bbox_inches="tight")
+    plt.close(figure)
+
+
 @dataclass
 class Args:
     """What to do; by default all that the csv lacks."""
@@ -485,13 +608,14 @@ def main(args):
     order = [*bases, *args.runs].index
     jobs = sorted(jobs, key=lambda job: (job[0] not in bases, job[1], order(job[0])))  # what others begin from first
     if args.show:
-        commands = [command_of(name, seed, look) for name, seed in jobs for look in ("", *RUNS[name].looks)]
+        commands = [command_of(*job, look) for job in jobs for look in parts_of(job[0])]
         print(*map(shlex.join, commands), sep="\n")
         return None
     if not args.page:
         make(jobs, args.together)
     PAGE.write_text(write_page(PAGE.read_text(), read_csv()))
     draw(read_csv())
+    draw_instructions(read_csv())
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ the completion meets the constraint and is an answer of its own, otherwise 0. Ac
     python models/smollm2/make.py ...                              (once: see models/smollm2/README.md)
     python examples/instructions.py --model models/smollm2
     python examples/instructions.py gspo --model models/smollm2    (another script: any that samples, except PPO)
+    python examples/instructions.py sample --model models/smollm2  (tools/sample.py, with this rule)
 """
 
 import importlib
@@ -23,8 +24,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 # Settings for SmolLM2-135M-Instruct. A flag given by hand comes later and wins.
-DEFAULTS = f"--dataset {ROOT / 'data/constraints'} --system-prompt= --num-steps 15 --learning-rate 2e-5"
-WITHOUT_KL = {"grpo": " --kl-coef 0", "grpo_process": " --kl-coef 0"}
+DATA = [f"--dataset={ROOT / 'data' / 'constraints'}", "--system-prompt="]
+TRAINING = ["--num-steps=15", "--learning-rate=2e-5", "--warmup-steps=0"]
+WITHOUT_KL = {"grpo": ["--kl-coef=0"], "grpo_process": ["--kl-coef=0"]}
 
 
 def meets(text, kind, value):
@@ -72,11 +74,21 @@ def prepare(script):
     return script
 
 
-if __name__ == "__main__":
+def main():
     name = "grpo"
     if len(sys.argv) > 1 and not sys.argv[1].startswith("-"):
         name = sys.argv.pop(1)
-    script = prepare(importlib.import_module(name))
+    if name == "sample":  # samples with the functions of grpo.py
+        prepare(importlib.import_module("grpo"))
+        script = importlib.import_module("tools.sample")
+        flags = DATA
+    else:
+        script = prepare(importlib.import_module(name))
+        flags = DATA + TRAINING + WITHOUT_KL.get(name, [])
     if not any(word.startswith("--resume") for word in sys.argv):  # a run keeps its own
-        sys.argv[1:1] = (DEFAULTS + WITHOUT_KL.get(name, "")).split()
+        sys.argv[1:1] = flags
     script.main(script.parse_args())
+
+
+if __name__ == "__main__":
+    main()
