@@ -1,9 +1,10 @@
-"""What a model does on embedded test prompts before any reinforcement learning.
+"""Evaluate a model on the bundled test prompts before any reinforcement learning.
 
     python benchmark/base_model.py [MODEL [DATASET]]          (default: models/tiny data/addition)
 
-Greedy accuracy; and over 8 samples per prompt at temperature 1: accuracy, pass@4, how many show their work, and how
-often the answer is right where they do and where they do not.
+The program samples every prompt once with greedy decoding and eight times at temperature 1. For both it prints the
+accuracy, the share of completions that show their work, and the accuracy with and without shown work. For the eight
+samples it also prints pass@4.
 """
 
 import math
@@ -34,14 +35,14 @@ def main(name=grpo.Args.model, dataset=grpo.Args.dataset):
         right = torch.tensor(grpo.score_completions(texts, repeated)) == 1
         works = torch.tensor([text.startswith("<think>") for text in texts])
         print(f"{label}: {len(texts)} completions of {len(prompts)} prompts")
-        print(f"  right                    {right.float().mean():.3f}")
+        print(f"  accuracy                     {right.float().mean():.3f}")
         if num_samples > 4:
-            wrong = num_samples - right.view(-1, num_samples).sum(1)  # of which 4 are drawn
+            wrong = num_samples - right.view(-1, num_samples).sum(1)  # per prompt
             all_wrong = [math.comb(int(n), 4) / math.comb(num_samples, 4) for n in wrong]
-            print(f"  pass@4                   {1 - sum(all_wrong) / len(all_wrong):.3f}")
-        print(f"  shows its work           {works.float().mean():.3f}")
-        print(f"  right where it does      {right[works].float().mean():.3f}")
-        print(f"  right where it does not  {right[~works].float().mean():.3f}")
+            print(f"  pass@4                       {1 - sum(all_wrong) / len(all_wrong):.3f}")
+        print(f"  share that shows its work    {works.float().mean():.3f}")
+        print(f"  accuracy with shown work     {right[works].float().mean():.3f}")
+        print(f"  accuracy without shown work  {right[~works].float().mean():.3f}")
 
 
 if __name__ == "__main__":

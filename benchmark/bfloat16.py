@@ -1,10 +1,17 @@
-"""Does a small step of AdamW reach blocks that compute in bfloat16? The loss on 16 fixed rows before each step.
+"""Measure whether small steps of AdamW reach transformer blocks that compute in bfloat16.
 
     python benchmark/bfloat16.py --model path/to/model
+    python benchmark/bfloat16.py --draw                  (draws the last results, without training)
 
-Float32 blocks; blocks in bfloat16 with weights on its grid, as a model stored in bfloat16 has them; with weights as
-they were loaded; and as the scripts have them, with noise that rounds away. It writes benchmark/results/bfloat16.json,
-of which `python benchmark/bfloat16.py --draw` makes docs/pictures/bfloat16.png and the table of docs/precision.md.
+The program trains on 16 fixed rows with several learning rates and records the loss before each step and after the
+last. It writes benchmark/results/bfloat16.json, draws docs/pictures/bfloat16.png and prints the table of
+docs/precision.md.
+
+It compares four kinds of blocks:
+- "float32": the blocks compute in float32.
+- "bfloat16, on the grid": the weights are rounded to bfloat16 first, as in a model that is stored in bfloat16.
+- "bfloat16, as loaded": the weights are not changed after loading.
+- "bfloat16, with noise": what the scripts do. Rounding the weights to bfloat16 removes the noise again.
 """
 
 import json
@@ -28,22 +35,22 @@ RESULT, PICTURE = ROOT / "benchmark" / "results" / "bfloat16.json", ROOT / "docs
 
 @dataclass
 class Args:
-    """Losses by step of each kind of blocks and rate."""
+    """Settings of the measurement."""
 
     model: str = str(ROOT / "models" / "tiny")
-    """folder or hub name"""
+    """folder of the model, or its name on the Hugging Face hub"""
     rates: list[float] = field(default_factory=lambda: [1e-6, 1e-5, 1e-7])
-    """learning rates"""
+    """learning rates to compare"""
     steps: int = 10
-    """of the optimizer"""
+    """optimizer steps of each run"""
     kinds: list[str] = field(default_factory=lambda: list(KINDS))
-    """of blocks"""
+    """kinds of blocks to compare"""
     draw: bool = False
-    """only draw what was measured"""
+    """draw the picture and print the table from the results file, without training"""
 
 
 def read_rows(tokenizer, device, count=16):
-    """A batch of prompts and completions of the embedded task."""
+    """Return a batch of prompts and completions of the bundled task."""
     lines = (ROOT / "data" / "addition" / "sft.jsonl").read_text().splitlines()[:count]
     rows = [json.loads(line) for line in lines]
     messages = [grpo.as_messages(row["prompt"], "") for row in rows]
@@ -59,7 +66,7 @@ def read_rows(tokenizer, device, count=16):
 
 
 def train(model, batch, kind, rate, steps, device):
-    """Losses (steps + 1) on the rows before each step and after the last."""
+    """Return the steps + 1 losses on the rows: before each step, and after the last."""
     loaded = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     args = grpo.Args(precision=kind.partition(",")[0])
     policy = grpo.shard(grpo.LogprobModel(model), args, device)
@@ -92,7 +99,7 @@ def draw(results):
 
 
 def table(results):
-    """The markdown of docs/precision.md."""
+    """Return the markdown table of docs/precision.md."""
     lines = ["| learning rate | blocks | loss before each step |", "|---|---|---|"]
     for row in results["rows"]:
         lines.append(f"| {row['rate']:g} | {row['kind']} | {' '.join(f'{loss:.3f}' for loss in row['losses'])} |")
@@ -110,7 +117,7 @@ def main(args):
                 model = grpo.load_model(args.model, tokenizer)
                 losses = [round(loss, 4) for loss in train(model, batch, kind, rate, args.steps, device)]
                 rows.append({"kind": kind, "rate": rate, "losses": losses})
-                print(f"{rate:g} {kind}: {losses} ({time.perf_counter() - start:.0f} s)", flush=True)
+                print(f"learning rate {rate:g}, {kind}: {losses} ({time.perf_counter() - start:.0f} s)", flush=True)
         about = {"model": Path(args.model).name, "torch": torch.__version__, "device": device.type}
         text = ",\n".join(json.dumps(row) for row in rows)
         RESULT.write_text(f'{{"about": {json.dumps(about)}, "rows": [\n{text}\n]}}\n')
@@ -120,4 +127,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description="Losses by step of blocks in float32 and bfloat16."))
+    main(tyro.cli(Args, description="Compare the losses by step of blocks in float32 and in bfloat16."))

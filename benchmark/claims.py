@@ -1,24 +1,31 @@
-"""Test the papers' headline claims, most of them on the harder embedded task.
+"""Test the headline claims of papers with the scripts, most of them on the harder bundled task.
 
     python benchmark/claims.py [CLAIM ...] [--results FILE] [--jobs 2]           (default: all claims)
-    python benchmark/claims.py --page        (runs nothing: writes docs/*.md, benchmark/results/claims.md, the pictures)
+    python benchmark/claims.py --page                     (runs nothing; writes the pages and their pictures)
 
-CLAIMS is the table: what a paper says, the runs that are compared, and the tests. A run is a process of its own with
-one thread, of a script with flags and perhaps one of PATCHES; claims that name it share it. Finished runs are in
-benchmark/results/claims.csv, a row for every five steps, and are not made again: --results begins a file of one's own.
+The program makes the runs of the claims and prints a table of each. It adds finished runs to
+benchmark/results/claims.csv, with a row for every five steps, and skips runs that are already there. Use --results to
+begin a file of your own. With --page it writes benchmark/results/claims.md, the tables in docs/*.md and the pictures.
 
-The rule: a test names two runs (or two stretches of one) and a column of which the first should have more. Its number
-is the mean, over the seeds 1 to 5 (1 to 3 where a run takes long), of the difference between the two in a seed, with
-the 95 % interval of that mean (Student's t). It is "seen" where the interval lies above 0, "opposite" where it lies
-below 0, "no difference" where it lies within what does not matter (BOUNDS), else "inconclusive". "No difference" is
-"floor" or "ceiling" where both sides are within .05 of the least or the most that a share can be, so that no
-difference could show. The first test of a claim decides, or, where the claim has two halves, the first two, each with
-a verdict of its own.
+CLAIMS is the table of claims: what a paper says, the runs that are compared, and the tests. A run is a separate process
+with one thread. It is a script with flags, and sometimes with one of PATCHES. Claims that name the same run share it.
 
-Grades, of a test that is seen or opposite and decides (or that an advice on the page rests on): A where it survives
-Holm's correction over all these tests, and the seeds 6 to 8, which nobody had looked at when claim and test were
-written, show it by themselves; B where it survives the correction, but these seeds do not show it or were not run;
-C where it does not survive the correction, whatever these seeds show.
+A test names two runs, or two stretches of steps of one run, and a column of which the first should have more. The
+number of a test is the mean difference between the two, paired by seed. It uses the seeds 1 to 5, or 1 to 3 where runs
+take long, and has a 95 % interval (Student's t). The verdict is
+- "seen" if the interval lies above 0,
+- "opposite" if it lies below 0,
+- "no difference" if it contains 0 and lies within the differences that are negligible (BOUNDS),
+- "floor" or "ceiling" instead of "no difference" if no difference could show, because both sides are within .05 of the
+  lowest or the highest value that a share can have,
+- "inconclusive" otherwise.
+The first test of a claim decides. If a claim has two halves, its first two tests decide, each with its own verdict.
+
+Tests that decide get a grade if they are seen or opposite. So do further tests that an advice on the page rests on.
+- A: the test survives Holm's correction over all tests that can get a grade, and the seeds 6 to 8 show the same by
+  themselves. Nobody had looked at these seeds when the claim and the test were written.
+- B: it survives the correction, but the seeds 6 to 8 do not show it, or were not run.
+- C: it does not survive the correction, whatever the seeds 6 to 8 show.
 """
 
 import argparse
@@ -38,28 +45,29 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from details import AS_IT_IS, DETAILS, edit, greedy, parse
+from details import DETAILS, UNCHANGED, edit, greedy, parse
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results" / "claims.csv"
-SEEDS, BIN = (1, 2, 3, 4, 5), 5  # steps in a row of the csv
+SEEDS, BIN = (1, 2, 3, 4, 5), 5  # BIN: steps per row of the csv
 UNSEEN_SEEDS = (6, 7, 8)
-THREE_SEEDS = (1, 2, 3)  # of the map, the details, and what takes long
-STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  # t of 95 %, by the number of seeds
-TUNING_SEED = 6  # of TUNING, not one of those that decide
+THREE_SEEDS = (1, 2, 3)  # for the map, the details, and runs that take long
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  # {number of seeds: t of 95 %}
+TUNING_SEED = 6  # for TUNING; not one of the seeds that decide
 FLAGS = "--model models/long --dataset data/long --save-every 1000 --eval-every 1000 --eval-prompts 256"
-ON_EASY_TASK = "--num-steps 40 --eval-every 5"  # of which there are pairs and a reward model, in place of FLAGS
-# {folder: (arguments of data/long/make.py, flags of sft.py)}: models/long with another habit, made when a run names it.
+# Flags in place of FLAGS: only the easy task, data/addition, has pairs and a reward model.
+ON_EASY_TASK = "--num-steps 40 --eval-every 5"
+# {folder: (arguments of data/long/make.py, flags of sft.py)}: models/long with another habit, made when a run needs it.
 BASES = {
     "bases/rare": ("0.005", "--num-steps 100 --learning-rate 1e-3 --warmup-steps 20"),
     "bases/twice": ("0.25 0.15", "--num-steps 300 --learning-rate 1.5e-3 --warmup-steps 30"),
 }
 
-MANY = "256 samples"  # begins a patch: of the model that comes out, on 64 held-out prompts
-OF_LONG = f"{MANY} of long sums"  # of those with six to eight terms
+MANY = "256 samples"  # prefix of a patch: sample from the trained model, on 64 held-out prompts
+OF_LONG = f"{MANY} of long sums"  # on prompts with six to eight terms
 PASS = (1, 4, 16, 64, 256)
 
-FRESH = "the first minibatch alone"  # so that every optimizer step has a rollout of its own
+FRESH = "the first minibatch alone"  # every optimizer step then has its own rollout
 ONE_MINIBATCH = [
     (
         "first_epoch = minibatches[:minibatches_per_epoch]  # every completion once",
@@ -70,7 +78,7 @@ DELAYS = (1, 4, 16)
 
 
 def sampled_before(delay):
-    """The edits by which the sampler is so many optimizer steps old, and the ratio one to its log-probabilities."""
+    """Return edits that make the sampler some optimizer steps old and take the ratio to its log-probabilities."""
     rollout = "        batch, texts = sample_completions(policy, tokenizer, prompts, args.temperature, args)"
     keep = "{key: value.clone() for key, value in policy.state_dict().items()}"
     return [
@@ -83,7 +91,7 @@ def sampled_before(delay):
     ]
 
 
-# What no flag does: {name: [(what is replaced in the script, by what), ...]}; to these come those of details.py.
+# Changes that no flag can make: {name: [(old text, new text), ...]}. The edits of details.py are added below.
 PATCHES = {
     "divided by both": [DETAILS["dr_grpo"][f"divided by the {what}"][1][0] for what in ("own length", "std")],
     "any right sum counts": [
@@ -121,7 +129,7 @@ PATCHES |= {
     f"{script}: {name}": edits for script, found in DETAILS.items() for name, (_, edits) in found.items() if edits
 }
 
-COLUMNS = {  # column: key of metrics.jsonl; means over the steps of a row but for the sums
+COLUMNS = {  # {column: key of metrics.jsonl}; means over the steps of a row, except for SUMS
     "completions": "observed/completions",
     "seconds": "perf/step_seconds",
     "accuracy": "eval/accuracy",
@@ -149,13 +157,13 @@ COLUMNS = {  # column: key of metrics.jsonl; means over the steps of a row but f
     "signal": "observed/signal",
 }
 SUMS = ("completions", "seconds")
-# Differences that do not matter, by column, in its own unit; where there is none, any may.
+# {column: largest difference that is negligible, in the column's unit}; in other columns, every difference counts.
 SHARES = "reward reward_few reward_many accuracy works truncated all_right all_wrong clipped pass@1".split()
 SHARES += ["maj@64 of 256", *(f"pass@{k} of 256" for k in PASS)]
 BOUNDS = dict.fromkeys((*SHARES, "score"), 0.05)
-BOUNDS |= dict.fromkeys(("dots_wrong", "dots_right", "length"), 5)  # of at most 112 tokens
+BOUNDS |= dict.fromkeys(("dots_wrong", "dots_right", "length"), 5)  # completions have at most 112 tokens
 BOUNDS |= {"entropy": 0.02, "chosen": 0.2}  # nats
-TITLES = {  # of columns, where these do not speak for themselves
+TITLES = {  # titles of columns whose names are not clear by themselves
     "step": "steps",
     "seconds": "seconds of training",
     "accuracy": "greedy accuracy",
@@ -184,34 +192,34 @@ TITLES = {  # of columns, where these do not speak for themselves
 
 @dataclass
 class Test:
-    """That the first side should have more of a column than the second, over these steps (or completions)."""
+    """A test that the first side has more of a column than the second, over these steps (or completions)."""
 
     column: str
     more: str
     less: str
     first: int
     last: int
-    less_from: tuple | None = None  # the stretch of the second side, where it is another
+    less_from: tuple | None = None  # first and last of the second side, if they differ
     by: str = "step"
-    later: bool = False  # written when its runs, or some of them, had been seen
+    later: bool = False  # whether it was written after some of its runs had been seen
 
 
 @dataclass
 class Claim:
-    """A claim of a paper, and the runs {side: script and flags [| patch]} that test it; its first tests decide."""
+    """A claim of a paper and the runs that test it, {side: script and flags [| patch]}; the first tests decide."""
 
     says: str
     runs: dict
     tests: list
-    panels: tuple = ()  # columns that are drawn
+    panels: tuple = ()  # columns of the picture
     against: str = "step"
-    halves: int = 1  # of the claim, a test each
+    halves: int = 1  # parts of the claim, each with a test that decides
     seeds: tuple = SEEDS
-    setting: str = ""  # where other claims say the same
-    advised: tuple = ()  # places of further tests that an advice on the page rests on, and which are graded, too
+    setting: str = ""  # how it differs from other claims with the same text
+    advised: tuple = ()  # places of further tests that are graded because an advice on the page rests on them
 
     def graded(self):
-        """The places of the tests that get a grade."""
+        """Return the places of the tests that can get a grade."""
         return *range(self.halves), *self.advised
 
 
@@ -234,12 +242,15 @@ GSPO_WIDE = "gspo --clip-eps-low 3e-3 --clip-eps-high 4e-3"  # ten times the pap
 
 
 def cell(name, rate, updates):
-    """The run of a cell of the map: a script or script and flags, at a learning rate, with updates per rollout."""
+    """Return the run of a script (or a script with flags) with a learning rate and a number of updates per rollout."""
     return f"{FAMILY.get(name, name)} --learning-rate {rate} --num-steps 40 --minibatch-size {128 // updates}"
 
 
 def fresh(name, rate, patch=FRESH):
-    """As many optimizer steps as the first fifteen rollouts of cell make, each of the first minibatch of a rollout."""
+    """Return a run with as many optimizer steps as the first fifteen rollouts of cell.
+
+    Each step trains on the first minibatch of a fresh rollout.
+    """
     return cell(name, rate, 16).replace("--num-steps 40", "--num-steps 240") + f" | {patch}"
 
 
@@ -280,7 +291,7 @@ CLAIMS = {
             "with 1/std": f"{DR_GRPO} | dr_grpo: divided by the std",
             "with both": f"{DR_GRPO} | divided by both",
             "GRPO": GRPO,
-            # Made when rewards by the number of terms were looked at:
+            # These runs were added to compare rewards by the number of terms:
             "Dr. GRPO, 20 steps": "dr_grpo --learning-rate 3e-4 --num-steps 20",
             "with 1/std, 20 steps": "dr_grpo --learning-rate 3e-4 --num-steps 20 | dr_grpo: divided by the std",
         },
@@ -377,7 +388,7 @@ CLAIMS = {
         [
             Test("works", "CISPO", "CISPO, DAPO's objective", 1, 100, later=True),  # the clip alone
             Test("works", "DAPO", "DAPO, 0.2", 1, 100),
-            Test("works", "CISPO", "DAPO", 1, 100),  # which decided first, but differs in more than the clip
+            Test("works", "CISPO", "DAPO", 1, 100),  # decided at first, but differs in more than the clip
             Test("works", "CISPO", "GRPO", 1, 100),
             Test("entropy", "DAPO", "DAPO, 0.2", 1, 100),
             Test("works", "DAPO, 0.2", "GRPO", 1, 100, later=True),
@@ -395,7 +406,7 @@ CLAIMS = {
             " | dapo: mean per completion",
         },
         [
-            # written when rare_habit had been seen
+            # These tests were written after the results of rare_habit had been seen.
             Test("works", "GRPO, one mean over tokens", "GRPO", 1, 100, later=True),
             Test("works", "DAPO, 0.2", "DAPO, 0.2, mean per completion", 1, 100, later=True),
             Test("works", "DAPO, 0.2", "GRPO, one mean over tokens", 1, 100, later=True),
@@ -535,7 +546,7 @@ CLAIMS = {
                 Test(f"{column} of 256", "after, long sums", "before, long sums", 40, 40, (0, 0))
                 for column in ("maj@64", "pass@1", "pass@16", "pass@256")
             ),
-            # These decided, until it was seen that pass@256 is at its ceiling on sums of any length:
+            # These tests decided at first, but pass@256 is at its ceiling on sums of any length:
             *(
                 Test(f"{column} of 256", "after", "before", 40, 40, (0, 0))
                 for column in ("maj@64", "pass@16", "pass@256")
@@ -548,7 +559,7 @@ CLAIMS = {
             "leave_one_out": f"reinforce {LEARN}",
             "group_mean": f"reinforce --baseline group_mean {LEARN}",
             "none": f"reinforce --baseline none {LEARN}",
-            # The same 25 batches at a policy that stays, models/long or what 30 steps have made of it.
+            # The same 25 batches with a fixed policy: models/long, or models/long after 30 steps.
             **{f"{name}, at the start": f"reinforce --baseline {name} {STAYS}" for name in ("leave_one_out", "none")},
             "none, rewards -1 and 1, at the start": f"reinforce --baseline none {STAYS}"
             " | reinforce: --baseline none, rewards -1 and 1",
@@ -569,7 +580,7 @@ CLAIMS = {
     ),
     "rloo_ppo": Claim(
         "Ahmadian et al. 2024, abstract: REINFORCE with that baseline is better than PPO, and simpler",
-        {"RLOO": TUNING["reinforce", "3e-4"], "PPO": TUNING["ppo_rlhf", "1e-4", "1e-4"]},  # the best of TUNING_SEED
+        {"RLOO": TUNING["reinforce", "3e-4"], "PPO": TUNING["ppo_rlhf", "1e-4", "1e-4"]},  # the best on TUNING_SEED
         [
             Test("reward", "RLOO", "PPO", 31, 40),
             Test("reward", "RLOO", "PPO", 6, 15),
@@ -628,11 +639,11 @@ CLAIMS = {
             Test("accuracy", "beta 0.5", "beta 0.1", 40, 40),
         ],
         ("chosen", "rejected"),
-        advised=(3,),  # to raise beta
+        advised=(3,),  # the advice is to raise beta
     ),
 }
 MAP = {(name, rate, updates): cell(name, rate, updates) for name in FAMILY for rate in RATES for updates in UPDATES}
-PROMPTS = (4, 16, 64)  # of a rollout of which there is one update, until 5,120 completions have been sampled
+PROMPTS = (4, 16, 64)  # prompts per rollout, with one update each, until 5,120 completions have been sampled
 BATCH = {
     (prompts, rate): cell("grpo", rate, 1)
     if prompts == 16
@@ -649,14 +660,14 @@ SEEN_ON_EASY_TASK = {
     "the steps before",
     "every completion normalised by itself",
 }
-DONE_OTHERWISE = {  # {(script, detail): run}: those of benchmark/details.py that data/addition does not show
+DONE_OTHERWISE = {  # {(script, detail): run}: details of benchmark/details.py whose effect data/addition does not show
     (script, name): f"{script} {flags} {LEARN}".replace("  ", " ") + f" | {script}: {name}" * bool(edits)
     for script in ONLINE
     for name, (flags, edits) in DETAILS[script].items()
     if name not in SEEN_ON_EASY_TASK and "bfloat16" not in name
 }
 PAGES = [ROOT / "docs" / f"{name}.md" for name in ("claims", *ONLINE)]
-ALL_TABLES = RESULTS.with_suffix(".md")  # which the page of the claims links to
+ALL_TABLES = RESULTS.with_suffix(".md")  # docs/claims.md links to it
 MEASURED = ("reward", "accuracy", "length", "dots_wrong", "truncated", "entropy", "grad_norm")
 SETS = {"map": MAP, "batch": BATCH, "details": DONE_OTHERWISE, "tuning": TUNING}
 SEEDS_OF_SETS = {"map": THREE_SEEDS, "batch": THREE_SEEDS, "details": THREE_SEEDS, "tuning": (TUNING_SEED,)}
@@ -666,7 +677,7 @@ SEEDS_OF_SETS = {"map": THREE_SEEDS, "batch": THREE_SEEDS, "details": THREE_SEED
 
 
 def make_base(name):
-    """Make one of BASES in runs/, unless it is there: models/long after a little more of sft.py."""
+    """Make one of BASES in runs/ if it is missing: train models/long a little more with sft.py."""
     made, (habits, flags) = ROOT / "runs" / name, BASES[name]
     if not made.exists():
         with tempfile.TemporaryDirectory() as folder:
@@ -681,7 +692,7 @@ def make_base(name):
 
 
 def observe(script, patch, flags):
-    """Run a script in this process; log more of every rollout: lengths and dots of right and wrong completions."""
+    """Run a script in this process; log more about every rollout, such as the lengths of right completions."""
     import torch
     from transformers import AutoTokenizer
 
@@ -712,14 +723,14 @@ def observe(script, patch, flags):
         metrics |= {f"observed/{name}": value.float().mean().item() for name, value in found.items()}
         return metrics | {"observed/clipped": sum(clipped)}
 
-    if script != "dpo":  # which has no completions
+    if script != "dpo":  # dpo.py has no completions
         module.step_metrics = step_metrics
     torch.set_num_threads(1)
     signal = watch_gradients(module)
     module.main(args)
     if (found := signal()) is not None:
         at_the_end("run/metrics.jsonl", {"observed/signal": found})
-    if script == "dpo":  # which does not sample
+    if script == "dpo":  # dpo.py does not sample
         at_the_end("run/metrics.jsonl", {"eval/accuracy": greedy("run/checkpoint")["greedy accuracy"]})
     if patch.startswith(MANY):
         model = "run/checkpoint" if Path("run/checkpoint").exists() else "models/long"
@@ -727,9 +738,10 @@ def observe(script, patch, flags):
 
 
 def watch_gradients(module):
-    """Return a function that says what the gradients of the steps that do not move the policy had in common.
+    """Return a function that returns the squared signal-to-noise ratio of the gradients, or None.
 
-    The squared norm of their mean, less what their variance adds to it, by that variance; None of fewer than two.
+    It uses the steps that do not move the policy and needs at least two. The ratio is the squared norm of the mean
+    gradient, minus what the variance adds to it, divided by the variance.
     """
     import torch
 
@@ -755,14 +767,14 @@ def watch_gradients(module):
 
 
 def at_the_end(log, metrics):
-    """Add metrics to a log, of its last step."""
+    """Append metrics to a log, for its last step."""
     last = json.loads(Path(log).read_text().splitlines()[-1])["step"]
     with Path(log).open("a") as file:
         file.write(json.dumps({"step": last, **metrics}) + "\n")
 
 
 def sample_many(module, model, seed, of_long):
-    """Return pass@k, and the accuracy of the majority of k answers, of 256 completions a prompt."""
+    """Return pass@k and the accuracy of the majority of k answers, from 256 completions per prompt."""
     import torch
     from transformers import AutoTokenizer
 
@@ -789,7 +801,7 @@ def sample_many(module, model, seed, of_long):
 
 
 def measure(run, seed):
-    """Make a run and return its rows, [{column: value}]; or say why it failed and return none."""
+    """Make a run and return its rows, [{column: value}]. If it fails, print the error and return no rows."""
     command, _, patch = run.partition(" | ")
     script, *flags = command.split()
     with tempfile.TemporaryDirectory() as folder:
@@ -802,14 +814,14 @@ def measure(run, seed):
         environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
         done = subprocess.run(program, cwd=folder, env=environment, capture_output=True, text=True)
         if done.returncode:
-            print(f"{run}, seed {seed}: {done.stderr.strip()[-300:]}", flush=True)
+            print(f"{run}, seed {seed} failed: {done.stderr.strip()[-300:]}", flush=True)
             return []
         lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
     return [{"run": run, "seed": seed, **row} for row in rows_of(lines)]
 
 
 def rows_of(lines):
-    """Return a row for every five steps: means, or sums from the beginning, of what was logged."""
+    """Return a row for every five steps, with means of the logged values, or sums from the beginning for SUMS."""
     rows, sums = [], dict.fromkeys(SUMS, 0.0)
     for first in range(1, lines[-1]["step"] + 1, BIN) if lines[-1]["step"] else (0,):
         part = [line for line in lines if first <= line["step"] < first + BIN]
@@ -824,7 +836,7 @@ def rows_of(lines):
 
 
 def read(path=RESULTS):
-    """Return {(run, seed): [{column: number or None}]}."""
+    """Return the rows of a csv as {(run, seed): [{column: number or None}]}."""
     found = {}
     with path.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
@@ -837,13 +849,13 @@ def read(path=RESULTS):
 
 
 def value_of(rows, column, first, last, by="step"):
-    """The mean of a column over the rows of these steps (or completions), or None."""
+    """Return the mean of a column over the rows of these steps (or completions), or None without values."""
     values = [row[column] for row in rows if first <= row[by] <= last and row[column] is not None]
     return statistics.mean(values) if values else None
 
 
 def sides_of(claim, test, found, seeds):
-    """The two lists, of a number or None per seed, that a test compares."""
+    """Return the two lists that a test compares, each with a number or None per seed."""
     stretches = (test.more, test.first, test.last), (test.less, *(test.less_from or (test.first, test.last)))
     return [
         [value_of(found.get((claim.runs[side], seed), []), test.column, first, last, test.by) for seed in seeds]
@@ -852,20 +864,20 @@ def sides_of(claim, test, found, seeds):
 
 
 def interval(more, less):
-    """Mean of the paired differences, and the half-width of its 95 % interval."""
+    """Return the mean of the paired differences and the half-width of its 95 % interval."""
     differences = [a - b for a, b in zip(more, less, strict=True)]
     half = STUDENT[len(differences)] * statistics.stdev(differences) / math.sqrt(len(differences))
     return statistics.mean(differences), half
 
 
 def effect(more, less):
-    """The mean of the paired differences with the half-width of its interval, as text."""
+    """Return the mean of the paired differences and the half-width of its interval, as text."""
     mean, half = interval(more, less)
     return f"{mean:+.3g} ± {half:.2g}"
 
 
 def verdict(column, more, less):
-    """Of two lists of numbers of a column, one per seed."""
+    """Return the verdict on two lists of numbers of a column, with one number per seed."""
     mean, half = interval(more, less)
     if abs(mean) > half:
         return "seen" if mean > 0 else "opposite"
@@ -878,10 +890,10 @@ def verdict(column, more, less):
 
 
 def chance(more, less):
-    """How often a mean of paired differences is as far from 0 by chance alone (two-sided, Student's t)."""
+    """Return the p-value of the mean of the paired differences (two-sided, Student's t)."""
     (mean, half), n = interval(more, less), len(more)
     edge = math.atan(abs(mean) / half * STUDENT[n] / math.sqrt(n - 1))
-    # The density of t = sqrt(n - 1) tan x is that of cos(x) to the power n - 2.
+    # If t = sqrt(n - 1) tan(x), the density of x is proportional to cos(x) to the power n - 2.
     inner, whole = (
         sum(math.cos(end * (i + 0.5) / 1000) ** (n - 2) for i in range(1000)) * end for end in (edge, math.pi / 2)
     )
@@ -889,7 +901,7 @@ def chance(more, less):
 
 
 def graded(found):
-    """{(claim, place): (its column, more, less)} of the tests that get a grade and were run."""
+    """Return {(claim, place): (column, more, less)} of the tests that can get a grade and were run."""
     keys = [(name, place) for name, claim in CLAIMS.items() for place in claim.graded()]
     tests = [(CLAIMS[name], CLAIMS[name].tests[place]) for name, place in keys]
     sides = {key: (test.column, *sides_of(claim, test, found, claim.seeds)) for key, (claim, test) in zip(keys, tests)}
@@ -897,7 +909,7 @@ def graded(found):
 
 
 def survivors(sides):
-    """Those keys of graded that Holm's correction at 5 % leaves."""
+    """Return the keys of the tests that survive Holm's correction at 5 %; sides is the result of graded."""
     chances = sorted((chance(more, less), key) for key, (_, more, less) in sides.items())
     left = []
     for place, (value, key) in enumerate(chances):
@@ -908,14 +920,14 @@ def survivors(sides):
 
 
 def unseen(key, found):
-    """The two sides of a test in the seeds 6 to 8, or None where these were not run."""
+    """Return the two sides of a test with the seeds 6 to 8, or None if these were not run."""
     claim, test = CLAIMS[key[0]], CLAIMS[key[0]].tests[key[1]]
     sides = sides_of(claim, test, found, UNSEEN_SEEDS)
     return None if None in sum(sides, []) else sides
 
 
 def grade(key, sides, kept, found):
-    """The grade of a test, given the keys that survive; none if it is neither seen nor opposite."""
+    """Return the grade of a test, given the keys that survive, or an empty text if it is not seen or opposite."""
     result, again = verdict(*sides[key]), unseen(key, found)
     if result not in ("seen", "opposite"):
         return ""
@@ -924,7 +936,7 @@ def grade(key, sides, kept, found):
 
 
 def stated(result, letter):
-    """A verdict with its grade, as text."""
+    """Return a verdict and its grade, as text."""
     return f"{result} ({letter})" if letter else result
 
 
@@ -935,8 +947,8 @@ def stretch(by, first, last):
 def table(claim, found, seeds=None):
     """Return the markdown table of a claim: a row per test with both sides, the difference and the verdict.
 
-    Bold are the rows that decide. Completions are those that a side had sampled when its stretch ended. The last column
-    has the seeds 1 to 8, where all of them were run.
+    Rows that decide are bold. The column "completions" has the number that each side had sampled when its stretch
+    ended. The last column has the difference with the seeds 1 to 8, if all of them were run.
     """
     of_page, seeds = seeds is None, seeds or claim.seeds
     lines = [
@@ -966,7 +978,7 @@ def table(claim, found, seeds=None):
 
 
 def samples(claim, test, found, seeds):
-    """How many completions either side had sampled by the end of its stretch, the mean over seeds, as text."""
+    """Return how many completions each side had sampled by the end of its stretch (mean over seeds), as text."""
     ends = (test.more, test.last), (test.less, (test.less_from or (0, test.last))[1])
     counts = [
         [max(row["completions"] for row in found[claim.runs[side], seed] if row[test.by] <= last) for seed in seeds]
@@ -976,7 +988,7 @@ def samples(claim, test, found, seeds):
 
 
 def ends(found, run):
-    """Greedy accuracy after training in a cell of a map, the mean over those of its seeds that were made, or None."""
+    """Return the greedy accuracy after a run of a map, as the mean over its finished seeds, or None without any."""
     values = [rows[-1]["accuracy"] for seed in THREE_SEEDS if (rows := found.get((run, seed)))]
     return statistics.mean(values) if values else None
 
@@ -992,7 +1004,7 @@ def heat(found):
 
 
 def batches(found):
-    """Return the markdown table of batches: greedy accuracy after as many completions, by batch and learning rate."""
+    """Return the markdown table of greedy accuracy by batch size and learning rate, after equally many completions."""
     lines = [f"| completions of a step, steps | {' | '.join(RATES)} |", "|---|" + "---|" * len(RATES)]
     for prompts in PROMPTS:
         values = [ends(found, BATCH[prompts, rate]) for rate in RATES]
@@ -1012,16 +1024,16 @@ def tuned(found):
 
 
 def otherwise(found, script):
-    """Return the markdown table of what happens when a detail of a script is done otherwise: means of steps 31 to 40.
+    """Return the markdown table of a script's changed details: means of steps 31 to 40.
 
-    Bold: the 95 % interval of the difference to the last row before that is as it is does not have 0.
+    A number is bold if the 95 % interval of its difference from the last unchanged row above it does not contain 0.
     """
     plain = []
     lines = ["| | " + " | ".join(TITLES.get(column, column) for column in MEASURED) + " |", "|---" * 8 + "|"]
     for (name, detail), run in DONE_OTHERWISE.items():
         if name == script:
             runs = [found.get((run, seed), []) for seed in THREE_SEEDS]
-            plain = runs if detail.startswith(AS_IT_IS) else plain
+            plain = runs if detail.startswith(UNCHANGED) else plain
             cells = [detail]
             for column in MEASURED:
                 own, base = ([value_of(rows, column, 31, 40) for rows in side] for side in (runs, plain))
@@ -1036,7 +1048,7 @@ def otherwise(found, script):
 
 
 def anchor(page, name):
-    """The anchor of the section of the page that links to the table of a claim."""
+    """Return the anchor of the section of the page that links to the table of a claim."""
     for section in page.split("\n## ")[1:]:
         if f"claims.md#{name})" in section:
             return re.sub(r"[^\w -]", "", section.partition("\n")[0].lower()).replace(" ", "-")
@@ -1044,7 +1056,7 @@ def anchor(page, name):
 
 
 def compared(test):
-    """What a test subtracts from what, as text."""
+    """Return the column of a test and the two sides whose difference it takes, as text."""
     sides = test.more, test.less
     if test.more == test.less:
         sides = stretch(test.by, test.first, test.last), stretch(test.by, *test.less_from)
@@ -1053,9 +1065,9 @@ def compared(test):
 
 
 def summary(page, found):
-    """Return the markdown table of all claims: what is said, how large the differences are, and what decides.
+    """Return the markdown table of all claims: their texts, the differences that decide, and the verdicts.
 
-    Claims that say the same, of several settings, are one row.
+    Claims with the same text, tested in several settings, share a row.
     """
     lines = ["| claim | difference, 95 % | verdict (grade) |", "|---|---|---|"]
     sides = graded(found)
@@ -1080,7 +1092,7 @@ def summary(page, found):
 
 
 def gspo_cells(found):
-    """Return the markdown table of GSPO against GRPO in every setting."""
+    """Return the markdown table that compares GSPO with GRPO in every setting."""
     lines = [
         "| updates, learning rate | reward, steps 6 to 10 | verdict (grade) | with a clip ten times wider"
         " | reward, steps 31 to 40 | tokens clipped | verdict (grade) |",
@@ -1099,7 +1111,7 @@ def gspo_cells(found):
 
 
 def grades(found):
-    """Return the markdown table of the tests that are graded."""
+    """Return the markdown table of the tests that can get a grade."""
     lines = [
         "| claim | difference, 95 % | p | verdict | survives Holm's correction | seeds 6 to 8 alone | grade |",
         "|---|---|---|---|---|---|---|",
@@ -1122,16 +1134,17 @@ def grades(found):
 
 
 def half_show_work(found, side):
-    """The first and the last step, over the seeds 1 to 8, at which more than half of a side show their work."""
+    """Return the range of steps (seeds 1 to 8) at which over half of a side's completions first show their work."""
     run = CLAIMS["rare_habit_parts"].runs[side]
     steps = [next(row["step"] for row in found[run, seed] if row["works"] > 0.5) for seed in SEEDS + UNSEEN_SEEDS]
     return f"{min(steps):.0f} to {max(steps):.0f}"
 
 
 def at_equal_divergence(found):
-    """Greedy accuracy without penalty where its KL is first what the run with penalty ends with, and that run's.
+    """Return the greedy accuracy of the runs without and with the penalty at the same KL; means over seeds.
 
-    Linear interpolation between rows; means over seeds.
+    This KL is the one at the end of the run with the penalty. The accuracy of the run without it, where it first has
+    this KL, is a linear interpolation between two rows.
     """
     free, held = (CLAIMS["ppo_penalty"].runs[side] for side in ("no penalty", "penalty"))
     without = []
@@ -1144,7 +1157,7 @@ def at_equal_divergence(found):
 
 
 def notes(found):
-    """{claim: what else the page says of its runs}"""
+    """Return {claim: a sentence with further numbers of its runs}."""
     own_means, one_mean = (half_show_work(found, side) for side in ("GRPO", "GRPO, one mean over tokens"))
     rare, dpo, random = (CLAIMS[name] for name in ("rare_habit", "dpo_displacement", "random_rewards"))
     over_dapo, over_grpo = (effect(*sides_of(rare, rare.tests[place], found, SEEDS[1:])) for place in (2, 3))
@@ -1176,7 +1189,7 @@ def notes(found):
 
 
 def tables(found, seeds=None):
-    """Return the markdown tables by name: of claims, sets, and the details of each script."""
+    """Return {name: markdown table} of the claims, the sets, and the details of each script."""
     details = {f"{script} on longer sums": otherwise(found, script) for script in ONLINE}
     sets = {"map": heat(found), "batch": batches(found), "tuning": tuned(found)}
     sets["details"] = "\n".join(f"{title}\n\n{text}" for title, text in details.items())
@@ -1184,7 +1197,7 @@ def tables(found, seeds=None):
 
 
 def all_tables(found):
-    """Return benchmark/results/claims.md: the table of every claim, and those of the map and the tuning."""
+    """Return the text of benchmark/results/claims.md: the tables of all claims, of the map and of the tuning."""
     parts = [
         "# The tables of the papers' claims",
         "`python benchmark/claims.py --page` writes this file from `claims.csv`. [The page](../../docs/claims.md) says"
@@ -1208,9 +1221,10 @@ def all_tables(found):
 
 
 def fill(page, found):
-    """Return the page with every table that it names, between <!-- NAME --> and <!-- end -->."""
+    """Return the page with its tables filled in, each between <!-- NAME --> and <!-- end -->."""
     texts = tables(found)
-    if "<!-- summary -->" in page:  # which comes last: it needs the links of the page, of which GSPO's table has some
+    if "<!-- summary -->" in page:
+        # The summary comes last, because it needs all links of the page. Some of them are in the table of GSPO.
         texts |= {"gspo": gspo_cells(found), "summary": ""}
     for name, text in texts.items():
         before, mark, rest = page.partition(f"<!-- {name} -->\n")
@@ -1221,7 +1235,7 @@ def fill(page, found):
 
 
 def panels(count, width=4.2, **options):
-    """Return a figure and its axes, side by side."""
+    """Return a figure and its axes, which are side by side."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(count * width, 3.2), layout="constrained")
@@ -1233,7 +1247,7 @@ def save(figure, name):
 
 
 def draw(name, found):
-    """Write the picture of a claim: its panels, mostly against steps; lines are means over seeds, bands their range."""
+    """Draw the panels of a claim, mostly against steps: lines are means over seeds, bands show their range."""
     claim = CLAIMS[name]
     x = claim.against
     figure, axes = panels(len(claim.panels))
@@ -1257,7 +1271,7 @@ def draw(name, found):
 
 
 def draw_many(name, found):
-    """Write the picture of pass@k and of the majority of k answers, before and after; means over seeds."""
+    """Draw pass@k and the accuracy of the majority of k answers, before and after training; means over seeds."""
     figure, axes = panels(2, sharey=True)
     for axis, (kind, title) in zip(axes, (("pass", "one of k answers is right"), ("maj", "majority of k answers"))):
         columns = ["pass@1 of 256", *(f"{kind}@{k} of 256" for k in PASS[1:])]
@@ -1273,7 +1287,7 @@ def draw_many(name, found):
 
 
 def draw_map(name, found):
-    """Write the picture of the map: a panel per script, learning rates against updates of a rollout."""
+    """Draw the map: a panel per script, with learning rates against updates per rollout."""
     figure, axes = panels(len(FAMILY), 2.6, sharey=True)
     for axis, script in zip(axes, FAMILY):
         for x, rate in enumerate(RATES):
@@ -1291,19 +1305,21 @@ def draw_map(name, found):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("claims", nargs="*", metavar="CLAIM", help=f"of {' '.join([*CLAIMS, *SETS])}")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="csv of finished runs, which are not made again")
-    parser.add_argument("--seeds", nargs="+", type=int, help="default: those of the page")
+    parser.add_argument(
+        "claims", nargs="*", metavar="CLAIM", help=f"claims to test: {' '.join([*CLAIMS, *SETS])} (default: all)"
+    )
+    parser.add_argument("--results", type=Path, default=RESULTS, help="csv of finished runs, which are skipped")
+    parser.add_argument("--seeds", nargs="+", type=int, help="seeds to run (default: those of the page)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--page", action="store_true", help="run nothing, write tables and pictures of the pages")
+    parser.add_argument("--page", action="store_true", help="run nothing; write the tables and pictures of the pages")
     args = parser.parse_args()
     if unknown := {*args.claims} - {*CLAIMS, *SETS}:
-        parser.error(f"no claim: {' '.join(unknown)}; --help names all")
+        parser.error(f"unknown claim: {' '.join(unknown)}; --help lists all claims")
     if not args.results.exists():
         args.results.write_text(",".join(["run", "seed", "step", *COLUMNS]) + "\n", encoding="utf-8")
     found, chosen = read(args.results), args.claims or [*CLAIMS, *SETS]
     wanted = {
-        (run, seed): None  # in order, and once
+        (run, seed): None  # unique and in order
         for name in chosen
         for run in (SETS.get(name) or CLAIMS[name].runs).values()
         for seed in args.seeds or (SEEDS_OF_SETS[name] if name in SETS else CLAIMS[name].seeds)

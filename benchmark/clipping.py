@@ -1,12 +1,16 @@
-"""Which tokens lose their gradient to a clip, and what comes of keeping it: cispo.py as it is and with DAPO's clip,
-at sixteen optimizer steps of each rollout, as in MiniMax-M1 and DAPO, on the embedded task.
+"""Measure which tokens lose their gradient to a clip, and how training changes if they keep it.
 
     python benchmark/clipping.py [SEED ...]        (default: 1 2 3; five minutes on one core)
 
-Every run is a process of its own with one thread. Counted are tokens with an advantage, once for every optimizer step
-that they are in: how many the clip of each range leaves without gradient (CISPO: would leave), by the probability that
-they were sampled with, and which ones. Counts and tables go to benchmark/results/clipping.json and clipping.md; a run
-that is in the former is not made again.
+The program trains cispo.py on the bundled task, once with its own objective and once with DAPO's clipped objective.
+Each rollout gets sixteen optimizer steps, as in MiniMax-M1 and DAPO. Every run is a separate process with one thread.
+
+It writes the counts to benchmark/results/clipping.json and the tables to benchmark/results/clipping.md. It skips runs
+that are already in clipping.json.
+
+A token is counted once per optimizer step, if its advantage is not zero. For each of two clip ranges, the program
+counts the tokens that the clip leaves without a gradient, or would leave without one in the case of CISPO. It groups
+the tokens by the probability with which they were sampled, and by the token itself.
 """
 
 import collections
@@ -24,11 +28,14 @@ RESULTS = ROOT / "benchmark" / "results"
 FLAGS = "--minibatch-size 8 --num-steps 12 --eval-every 4 --eval-prompts 128"
 RANGES = {"GRPO's clip, 0.2": (0.2, 0.2), "DAPO's clip, 0.2 and 0.28": (0.2, 0.28)}
 OBJECTIVES = ["DAPO's clip, 0.2 and 0.28", "CISPO"]
-BINS = (0.0, 0.01, 0.1, 0.5, 0.9, 1.01)  # of the probability at which a token was sampled
+BINS = (0.0, 0.01, 0.1, 0.5, 0.9, 1.01)  # limits of the probability with which a token was sampled
 
 
 def run(objective, seed, folder):
-    """Train with this objective; return accuracies, and counts {kind: [tokens, lost to each range below and above]}."""
+    """Train with an objective and a seed; return the results.
+
+    The counts are {group: [tokens, lost below and above the first range, lost below and above the second range]}.
+    """
     import torch
     from transformers import AutoTokenizer
 
@@ -39,7 +46,7 @@ def run(objective, seed, folder):
 
     microbatches, policy_loss, part = cispo.microbatches, cispo.policy_loss, {}
     counts, tokenizer = collections.defaultdict(lambda: [0] * 5), AutoTokenizer.from_pretrained(cispo.Args.model)
-    largest = [1.0]  # ratios
+    largest = [1.0]  # largest ratio of each microbatch
 
     def remembered(*args):
         for microbatch in microbatches(*args):
@@ -75,7 +82,8 @@ def run(objective, seed, folder):
     lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
     evaluations = [line for line in lines if "eval/accuracy" in line]
     first = next((line["step"] for line in evaluations if line["eval/accuracy"] >= 0.9), None)
-    found = details.greedy(Path(folder, "run", "checkpoint"))  # on all 512 held-out prompts; the others on 128
+    # The final accuracy uses all 512 held-out prompts, the evaluations during training 128 of them.
+    found = details.greedy(Path(folder, "run", "checkpoint"))
     found = {"accuracy": found["greedy accuracy"], "pass@1": lines[-1]["eval/pass@1"], "first at 0.9": first}
     found |= {"lowest after": min(line["eval/accuracy"] for line in evaluations if line["step"] >= (first or 0))}
     found |= {"entropy": statistics.mean(line["policy/entropy"] for line in lines[-5:])}
@@ -83,12 +91,15 @@ def run(objective, seed, folder):
 
 
 def lost_to(ratio, sign, low, high):
-    """Which tokens the clip of a range leaves without gradient: bad ones below it, good ones above."""
+    """Return two masks of the tokens that the clip of a range leaves without a gradient.
+
+    The first has the tokens with a negative advantage below the range, the second those with a positive one above it.
+    """
     return (ratio < 1 - low) & (sign < 0), (ratio > 1 + high) & (sign > 0)
 
 
 def render(results):
-    """The page: what each objective learns, and whom the clips hit."""
+    """Return the page: the results of each objective, and the tokens that the clips leave without a gradient."""
     text = f"`python benchmark/clipping.py`, one thread, {platform.machine()}.\n\n"
     names = ["accuracy", "pass@1", "first at 0.9", "lowest after", "entropy", "largest ratio"]
     text += f"| objective | seeds | accuracy, by seed | {' | '.join(names[1:])} |\n|{'---|' * (len(names) + 2)}\n"

@@ -1,11 +1,14 @@
-"""What happens on the embedded task when an implementation detail is done otherwise, in each script.
+"""Measure what happens on the bundled task if an implementation detail of a script is changed.
 
     python benchmark/details.py [SCRIPT ...] [--seeds 1 2] [--only NAME]        (default: all, seed 1)
-    python benchmark/details.py --page                                          (run nothing, write the scripts' pages)
+    python benchmark/details.py --page                          (runs nothing; writes the tables in docs/)
 
-Every run is a process of its own with one thread, of the script as DETAILS edits it. Finished runs are added to
-benchmark/results/details.csv and not made again; benchmark/results/details.md is written from it after each. With
---page the tables of the pages in docs/ are written from it, between <!-- SCRIPT done otherwise --> and <!-- end -->.
+The program trains edited copies of the scripts. DETAILS lists the flags and edits of each detail. Every run is a
+separate process with one thread.
+
+It adds finished runs to benchmark/results/details.csv, skips runs that are already there, and writes
+benchmark/results/details.md after each run. With --page it writes the tables on the pages of the scripts from the csv,
+between <!-- SCRIPT done otherwise --> and <!-- end -->.
 """
 
 import argparse
@@ -21,7 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
-AS_IT_IS = "as it is"
+UNCHANGED = "unchanged"
 
 # 5 is <|end|>, the stop token of models/tiny.
 MASK = '            part["completion_mask"],\n            args.clip_eps'
@@ -49,13 +52,13 @@ NO_TOOL = ('reply = tool_fn(text) or ""', 'reply = ""')
 NO_SAMPLER = ('part["sampler_logprobs"],', "None,")
 TOOL_TRAINED = [
     ('part["action_mask"] * part["completion_mask"]', 'part["completion_mask"]'),
-    NO_SAMPLER,  # of the reply there are none
+    NO_SAMPLER,  # the tool's reply has no log-probabilities of the sampler
 ]
 
-# {script: {name of the detail: (flags, [(what is replaced, by what), ...])}}
+# {script: {name of the detail: (flags, [(old text, new text), ...])}}
 DETAILS = {
     "grpo": {
-        AS_IT_IS: ("", []),
+        UNCHANGED: ("", []),
         "stop token not trained": ("", [NO_STOP]),
         "one optimizer step per rollout": ("--minibatch-size 128", []),
         "one mean over all tokens": (
@@ -69,24 +72,24 @@ DETAILS = {
         "no KL term": ("--kl-coef 0", []),
         "KL term with the wrong sign": ("", [("loss = loss + kl_coef * kl", "loss = loss - kl_coef * kl")]),
         "std with ddof 0": ("", [("keepdim=True, correction=min(1, group_size - 1)", "keepdim=True, correction=0")]),
-        "as it is, --temperature 0.7": ("--temperature 0.7", []),
+        "unchanged, --temperature 0.7": ("--temperature 0.7", []),
         "--temperature 0.7, log-probabilities at 1": (
             "--temperature 0.7",
             [
                 ("logprobs, entropies = policy(part, args.temperature)", "logprobs, entropies = policy(part, 1.0)"),
                 ("found, _ = policy(part, args.temperature)", "found, _ = policy(part, 1.0)"),
-                NO_SAMPLER,  # the sampler's weight would mend it
+                NO_SAMPLER,  # the sampler's weight would correct the error
             ],
         ),
-        "as it is, 16 updates": ("--minibatch-size 8", []),
+        "unchanged, 16 updates": ("--minibatch-size 8", []),
         "no clip, 16 updates": ("--minibatch-size 8 --clip-eps 1000", []),
     },
     "reinforce": {
-        AS_IT_IS: ("", []),
+        UNCHANGED: ("", []),
         "--baseline none": ("--baseline none", []),
         "--baseline none, rewards -1 and 1": (
             "--baseline none",
-            [("        return rewards\n", "        return 2 * rewards - 1\n")],  # reward/mean stays that of the others
+            [("        return rewards\n", "        return 2 * rewards - 1\n")],  # reward/mean still uses 0 and 1
         ),
         "--baseline group_mean": ("--baseline group_mean", []),
         "mean over a completion's tokens": (
@@ -104,7 +107,7 @@ DETAILS = {
         ),
     },
     "dr_grpo": {
-        AS_IT_IS: ("", []),
+        UNCHANGED: ("", []),
         "divided by the own length": ("", [(f"{SUM_OF_TOKENS} / max_completion_length", MEANS_OF_COMPLETIONS)]),
         "divided by the std": (
             "",
@@ -125,7 +128,7 @@ DETAILS = {
         ),
     },
     "dapo": {
-        AS_IT_IS: ("", []),
+        UNCHANGED: ("", []),
         "--clip-eps-high 0.2": ("--clip-eps-high 0.2", []),
         "no dynamic sampling": (
             "",
@@ -143,7 +146,7 @@ DETAILS = {
         "rewards 0 and 1": ("", [('2 * batch["rewards"] - 1 + penalty', 'batch["rewards"] + penalty')]),
     },
     "gspo": {
-        AS_IT_IS: ("", []),
+        UNCHANGED: ("", []),
         "ratio per token, same clip range": (
             "",
             [
@@ -167,11 +170,11 @@ DETAILS = {
         ),
         "clip range 0.2": ("--clip-eps-low 0.2 --clip-eps-high 0.2", []),
         "old log-probabilities of the sampler": ("", OLD_OF_SAMPLER),
-        "as it is, --precision bfloat16": ("--precision bfloat16", []),
-        "--precision bfloat16, old of the sampler": ("--precision bfloat16", OLD_OF_SAMPLER),
+        "unchanged, --precision bfloat16": ("--precision bfloat16", []),
+        "--precision bfloat16, old log-probabilities of the sampler": ("--precision bfloat16", OLD_OF_SAMPLER),
     },
     "dpo": {
-        AS_IT_IS: ("", []),
+        UNCHANGED: ("", []),
         "mean of log-probabilities, not sum": (
             "",
             [
@@ -193,7 +196,7 @@ DETAILS = {
         "--label-smoothing 0.1": ("--label-smoothing 0.1", []),
     },
     "ppo_rlhf": {
-        AS_IT_IS: ("", []),
+        UNCHANGED: ("", []),
         "advantages not whitened": (
             "",
             [('batch["advantages"] = whiten(advantages, mask)', 'batch["advantages"] = advantages')],
@@ -236,8 +239,8 @@ DETAILS = {
         "stop token not trained": ("", [NO_STOP]),
     },
     "reward_model": {
-        AS_IT_IS: ("", []),
-        # The same as a stop token that is not appended: the token before it sees all but that.
+        UNCHANGED: ("", []),
+        # This has the effect of not appending the stop token, since the token before it sees all other tokens.
         "score read one token before the last": (
             "",
             [
@@ -245,7 +248,7 @@ DETAILS = {
                     "last = hidden[torch.arange(len(hidden), device=hidden.device), lengths - 1]",
                     "last = hidden[torch.arange(len(hidden), device=hidden.device), lengths - 2]",
                 ),
-                ("if not abs(ours - theirs) < 0.01:", "if False:"),  # the script refuses this
+                ("if not abs(ours - theirs) < 0.01:", "if False:"),  # the script's own check would stop the run
             ],
         ),
         "score read at the last column, padding or not": (
@@ -256,7 +259,7 @@ DETAILS = {
         "constant learning rate": ("", [("factor = 0.5 * (1 + math.cos(math.pi * max(0.0, decay)))", "factor = 1.0")]),
     },
     "sft": {
-        AS_IT_IS: ("", []),
+        UNCHANGED: ("", []),
         "stop token not trained": ("", [NO_STOP_ID]),
         "prompt trained too": (
             "",
@@ -279,7 +282,7 @@ DETAILS = {
         ),
     },
     "cispo": {
-        AS_IT_IS: ("", []),
+        UNCHANGED: ("", []),
         "the clipped objective of dapo.py": (
             "",
             [
@@ -301,10 +304,10 @@ DETAILS = {
         ),
     },
     "grpo_tools": {
-        AS_IT_IS: ("", []),
+        UNCHANGED: ("", []),
         "no tool": ("", [NO_TOOL]),
         "the tool's tokens trained, too": ("", TOOL_TRAINED),
-        "as it is, 20 steps at --temperature 1.5": ("--num-steps 20 --temperature 1.5", []),
+        "unchanged, 20 steps at --temperature 1.5": ("--num-steps 20 --temperature 1.5", []),
         "no tool, 20 steps at --temperature 1.5": ("--num-steps 20 --temperature 1.5", [NO_TOOL]),
         "the tool's tokens trained, too, 20 steps at --temperature 1.5": (
             "--num-steps 20 --temperature 1.5",
@@ -314,7 +317,7 @@ DETAILS = {
 }
 TO_COME = "advantages[row, :tokens] += advantage"
 DETAILS["grpo_process"] = {
-    AS_IT_IS: ("", []),
+    UNCHANGED: ("", []),
     "the final answer alone": ("", [(TO_COME, "advantages[row, :tokens] = advantage")]),
     "the steps before": ("", [(TO_COME, "advantages[row, tokens:] += advantage")]),
     "every completion normalised by itself": (
@@ -336,7 +339,7 @@ ON_PAGES = {
     "step of 0.9": ("first step at 0.9", ".0f"),
 }
 CUT_OFF = {"truncated": ("share cut off", ".2f")}
-OTHERS_ON_PAGES = {  # {script: columns of its own}
+OTHERS_ON_PAGES = {  # {script: its columns}
     "ppo_rlhf": {name: ON_PAGES[name] for name in ("greedy accuracy", "pass@1")}
     | {
         "KL": ("KL, nats per completion", ".2f"),
@@ -362,16 +365,16 @@ OTHERS_ON_PAGES = {  # {script: columns of its own}
 
 
 def edit(source, edits):
-    """Return the source with each old text, which must be there exactly once, replaced by its new one."""
+    """Replace each old text, which must occur exactly once, with its new text and return the source."""
     for old, new in edits:
         if source.count(old) != 1:
-            raise ValueError(f"stands {source.count(old)} times in the script, not once: {old}")
+            raise ValueError(f"this text occurs {source.count(old)} times in the script, not once: {old}")
         source = source.replace(old, new)
     return source
 
 
 def run(script, detail, seed):
-    """Return the measured numbers of a run, {name: value}, or None, and say why, if it failed."""
+    """Make a run and return its numbers as {name: value}. If it fails, print the error and return None."""
     flags, edits = DETAILS[script][detail]
     with tempfile.TemporaryDirectory() as folder:
         for name in ("models", "data"):  # where the script looks for its defaults
@@ -383,13 +386,13 @@ def run(script, detail, seed):
         environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
         if done.returncode:
-            return print(f"{script}, {detail}, seed {seed}: {done.stderr.strip()[-300:]}", flush=True)
+            return print(f"{script}, {detail}, seed {seed} failed: {done.stderr.strip()[-300:]}", flush=True)
         lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
         return measure(script, lines, Path(folder, "run", "checkpoint"))
 
 
 def measure(script, lines, checkpoint):
-    """Return {name: value} of a run's metrics; dpo and sft are measured by the scripts as they are."""
+    """Return the numbers of a run as {name: value}; the unedited scripts measure checkpoints of dpo and sft."""
     last = lines[-1]
     if script == "reward_model":
         found = {
@@ -414,7 +417,7 @@ def measure(script, lines, checkpoint):
         "truncated": statistics.mean(line["rollout/truncated"] for line in lines[-5:]),
         "gradient norm": statistics.mean(line["optim/grad_norm"] for line in lines if "optim/grad_norm" in line),
     }
-    if script == "grpo_tools":  # the greedy accuracy above is without the tool, by grpo.py
+    if script == "grpo_tools":  # grpo.py measured the greedy accuracy above, without the tool
         found["greedy with tool"] = last["eval/accuracy"]
         found["tool use"] = statistics.mean(line["rollout/tool_use"] for line in lines[-5:])
     if script == "ppo_rlhf":
@@ -425,7 +428,7 @@ def measure(script, lines, checkpoint):
 
 
 def parse(script, *flags):
-    """The settings that a script's command line makes of these flags."""
+    """Return the settings that a script makes of these flags on its command line."""
     before, sys.argv = sys.argv, [f"{script.__name__}.py", *map(str, flags)]
     try:
         return script.parse_args()
@@ -434,7 +437,7 @@ def parse(script, *flags):
 
 
 def greedy(checkpoint):
-    """Accuracy, mean length and share cut off of the greedy completions of the held-out prompts."""
+    """Return accuracy, mean length and the share cut off of greedy completions of the held-out prompts."""
     from transformers import AutoTokenizer
 
     import grpo
@@ -452,7 +455,7 @@ def greedy(checkpoint):
 
 
 def held_out_loss(checkpoint):
-    """Mean negative log-likelihood of the held-out completions."""
+    """Return the mean negative log-likelihood of the held-out completions."""
     from transformers import AutoTokenizer
 
     import sft
@@ -464,7 +467,7 @@ def held_out_loss(checkpoint):
 
 
 def accuracy_by_kind(checkpoint):
-    """Accuracy of a reward model on the held-out pairs of each kind."""
+    """Return the accuracy of a reward model on each kind of held-out pairs."""
     from transformers import AutoTokenizer
 
     import reward_model
@@ -482,7 +485,7 @@ def accuracy_by_kind(checkpoint):
 
 
 def held_out_pairs(checkpoint):
-    """Accuracy and log-ratios, sums over tokens with the stop token, on held-out pairs."""
+    """Return the accuracy and the log-ratios on held-out pairs, as sums over tokens including the stop token."""
     from transformers import AutoTokenizer
 
     import dpo
@@ -503,7 +506,7 @@ def held_out_pairs(checkpoint):
 
 
 def read_results(path):
-    """Return {(script, detail, seed): {name: value}} of the file."""
+    """Return the numbers in the file as {(script, detail, seed): {name: value}}."""
     results = {}
     with path.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
@@ -513,7 +516,7 @@ def read_results(path):
 
 
 def render(results):
-    """Return the page: a table per script, means over seeds."""
+    """Return the page: a table per script with means over seeds."""
     page = "`python benchmark/details.py`, one thread, " + platform.machine() + ": means over the seeds given.\n"
     page += "Columns are explained in benchmark/README.md, details are edits in `benchmark/details.py`.\n"
     for script, details in DETAILS.items():
@@ -533,7 +536,7 @@ def render(results):
 
 
 def table(results, script):
-    """Return the markdown table of a script's page, means over seeds; a run that never got to 0.9 says so."""
+    """Return the markdown table of a script's page: means over seeds, or "never" where a run did not reach 0.9."""
     shown = OTHERS_ON_PAGES.get(script, ON_PAGES)
     lines = ["| | " + " | ".join(title for title, _ in shown.values()) + " |", "|---" * (len(shown) + 1) + "|"]
     for detail in DETAILS[script]:
@@ -550,7 +553,7 @@ def table(results, script):
 
 
 def fill(page, results):
-    """Return the page with the table of every script that it names, between <!-- SCRIPT done otherwise --> and end."""
+    """Return the page with its tables filled in, each between <!-- SCRIPT done otherwise --> and <!-- end -->."""
     for script in DETAILS:
         before, mark, rest = page.partition(f"<!-- {script} done otherwise -->\n")
         if mark:
@@ -559,16 +562,18 @@ def fill(page, results):
 
 
 def mean(values):
-    """The mean of a column in four digits at most, or a dash where a run has no such number."""
+    """Return the mean of a column with at most three decimals, or a dash where a run has no such number."""
     return "-" if None in values else f"{statistics.mean(values):.3f}".rstrip("0").rstrip(".")
 
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("scripts", nargs="*", default=[], metavar="SCRIPT", help=f"of {' '.join(DETAILS)}")
+    parser.add_argument(
+        "scripts", nargs="*", default=[], metavar="SCRIPT", help=f"scripts to run: {' '.join(DETAILS)} (default: all)"
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[1])
-    parser.add_argument("--only", help="name of a detail")
-    parser.add_argument("--page", action="store_true", help="run nothing, write the tables of the pages in docs/")
+    parser.add_argument("--only", help="run only the detail with this name")
+    parser.add_argument("--page", action="store_true", help="run nothing; write the tables of the pages in docs/")
     args = parser.parse_args()
     if args.page:
         results = read_results(RESULTS / "details.csv")

@@ -1,10 +1,11 @@
-"""The forks of docs/forks/ beside the scripts that they fork: the runs, and the tables of the pages.
+"""Compare the forks of docs/forks/ with the scripts that they fork.
 
     python benchmark/forks.py [FORK ...] [--results FILE]                        (default: all forks)
-    python benchmark/forks.py --page                                  (runs nothing: the tables of docs/forks/*.md)
+    python benchmark/forks.py --page                  (runs nothing; writes the tables of docs/forks/*.md)
 
-A run is that of benchmark/claims.py, with its settings and columns, of the script that a page's diff makes. Finished
-runs are in benchmark/results/forks.csv and are not made again: --results begins a file of one's own.
+The program applies the diff on a fork's page to its script and trains the result. It does the runs as
+benchmark/claims.py does, with the same settings and columns. It writes them to benchmark/results/forks.csv and skips
+runs that are already there. Use --results to begin a file of your own.
 """
 
 import argparse
@@ -24,10 +25,10 @@ from claims import LEARN, ON_EASY_TASK, ROOT, cell, measure, value_of
 RESULTS = ROOT / "benchmark" / "results" / "forks.csv"
 PAGES = ROOT / "docs" / "forks"
 SEEDS = claims.THREE_SEEDS
-TEACHER = ROOT / "runs" / "bases" / "teacher"  # where a run sees it as bases/teacher
+TEACHER = ROOT / "runs" / "bases" / "teacher"  # a run sees this folder as bases/teacher
 MANY_UPDATES = cell("grpo", "3e-4", 16)
 
-RUNS = {  # {fork: {row of its table: run}}; what stands behind the bar is a fork, not one of claims.PATCHES
+RUNS = {  # {fork: {row of its table: run}}; the name after a bar is a fork, not one of claims.PATCHES
     "maxrl": {"`grpo.py`": f"grpo {LEARN}", "`my_maxrl.py`": f"grpo {LEARN} | maxrl"},
     "dppo": {"`grpo.py`": MANY_UPDATES, "`my_dppo.py`": f"{MANY_UPDATES} | dppo"},
     "opd": {"`grpo.py`": f"grpo {LEARN}", "`my_opd.py`": f"grpo {LEARN} --teacher bases/teacher | opd"},
@@ -58,13 +59,13 @@ COLUMNS = {  # {fork: {title: (column of claims.py, first step, last step)}}
 
 
 def diff_of(name):
-    """The diff of a fork's page."""
+    """Return the diff on a fork's page."""
     page = (PAGES / f"{name}.md").read_text(encoding="utf-8")
     return re.search(r"^```diff\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[1]
 
 
 def forked(name):
-    """The text of the script that is forked, and what the diff makes of it."""
+    """Return the text of the script that is forked, before and after the diff."""
     script = next(iter(RUNS[name].values())).split()[0]
     source = (ROOT / f"{script}.py").read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory() as folder:
@@ -75,7 +76,7 @@ def forked(name):
 
 
 def make_teacher():
-    """Make the teacher, unless it is there: the end of the run of grpo.py with seed 1."""
+    """Make the teacher if it is missing: the last checkpoint of a run of grpo.py with seed 1."""
     if not TEACHER.exists():
         with tempfile.TemporaryDirectory() as folder:
             flags = f"{claims.FLAGS} {LEARN} --seed 1 --run-dir {folder}/run".split()
@@ -87,7 +88,7 @@ def make_teacher():
 
 
 def table(name, found):
-    """Return the markdown table of a fork: the mean over the seeds, the lowest and the highest."""
+    """Return the markdown table of a fork: the mean, lowest and highest value over the seeds."""
     lines = [f"| | {' | '.join(COLUMNS[name])} |", "|---" * (len(COLUMNS[name]) + 1) + "|"]
     for side, run in RUNS[name].items():
         cells = [side]
@@ -100,19 +101,19 @@ def table(name, found):
 
 
 def fill(name, page, found):
-    """Return the page of a fork with its table."""
+    """Return the page of a fork with its table filled in."""
     before, mark, rest = page.partition("<!-- runs -->\n")
     return f"{before}{mark}\n{table(name, found)}\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
 
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("forks", nargs="*", metavar="FORK", help=f"of {' '.join(RUNS)}")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="csv of finished runs, which are not made again")
-    parser.add_argument("--page", action="store_true", help="run nothing, write the tables of the pages")
+    parser.add_argument("forks", nargs="*", metavar="FORK", help=f"forks to run: {' '.join(RUNS)} (default: all)")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="csv of finished runs, which are skipped")
+    parser.add_argument("--page", action="store_true", help="run nothing; write the tables of the pages")
     args = parser.parse_args()
     if unknown := {*args.forks} - {*RUNS}:
-        parser.error(f"no fork: {' '.join(unknown)}; --help names all")
+        parser.error(f"unknown fork: {' '.join(unknown)}; --help lists all forks")
     header = ["run", "seed", "step", *claims.COLUMNS]
     if not args.results.exists():
         args.results.write_text(",".join(header) + "\n", encoding="utf-8")

@@ -1,13 +1,14 @@
-"""Is everything right on this GPU, how fast is it, and does tools/memory.py know what it takes? At most ten minutes.
+"""Check on a GPU that the scripts compute correctly, measure their speed, and test the predictions of tools/memory.py.
 
-    python benchmark/gpu.py
+    python benchmark/gpu.py                          (at most ten minutes)
+    python benchmark/gpu.py --tiny --out gpu.md      (runs the same code with tiny models, also on a CPU)
 
-It writes benchmark/results/gpu_NAME.md, a table of each section: what was measured, and what is expected of it where
-there is something to expect. Every section is a process of its own; what fails, or takes too long, is written down as
-such, the rest goes on, and the exit status is 1. The models are random, in the shape of Qwen2.5-0.5B and -1.5B, with
-the tokenizer of models/tiny. Nothing else should run on the GPU meanwhile. The same lines on a CPU, with tiny models:
+The program writes benchmark/results/gpu_NAME.md with a table per section: what was measured, and what is expected if
+there is an expectation. It exits with status 1 if an expectation is not met or a section fails.
 
-    python benchmark/gpu.py --tiny --out gpu.md
+Every section is a separate process. If one fails or takes too long, the program writes this down and goes on with the
+next. The models have random weights, the shapes of Qwen2.5-0.5B and Qwen2.5-1.5B, and the tokenizer of models/tiny. Run
+nothing else on the GPU meanwhile.
 """
 
 import contextlib
@@ -29,17 +30,17 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
-# torch is imported in the child processes only: what one of them leaves on the GPU ends with it.
+# Only the child processes import torch, so that the end of a process frees what it had on the GPU.
 ROOT = Path(__file__).resolve().parent.parent
 PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312}  # bfloat16, dense
-SIZES = {  # of a model: tokens a completion and rows decoded at once; rows and tokens of the trainings
+SIZES = {  # tokens per completion and rows of the rollouts; prompts, group size and tokens of the training runs
     "Qwen2.5-0.5B": {"tokens": 1024, "rows": (64, 512), "prompts": 32, "group": 8, "length": 512},
     "Qwen2.5-1.5B": {"tokens": 1024, "rows": (64, 512), "prompts": 16, "group": 8, "length": 512},
     "tiny": {"tokens": 24, "rows": (4, 8), "prompts": 2, "group": 2, "length": 16},
 }
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 TINY |= {"num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": True}
-DEFAULT_RUNS = {  # metric of the last evaluation, its least or most; what five seeds on a CPU gave is 0.02 better
+DEFAULT_RUNS = {  # {script: (metric of the last evaluation, least, most)}; 0.02 wider than five seeds on a CPU
     "grpo": ("eval/accuracy", 0.96, 1.0),
     "dr_grpo": ("eval/accuracy", 0.96, 1.0),
     "dapo": ("eval/accuracy", 0.96, 1.0),
@@ -54,7 +55,7 @@ DEFAULT_RUNS = {  # metric of the last evaluation, its least or most; what five 
     "sft": ("eval/loss", 1.23, 1.43),  # after 100 steps
 }
 
-AUTO = ["--precision", "auto"]  # bfloat16 on a GPU; the bundled model asks for float32
+AUTO = ["--precision", "auto"]  # bfloat16 on a GPU; the bundled model's default is float32
 TRAININGS = [("grpo", {}), ("grpo", {"lora_rank": 16}), ("grpo", {"gradient_checkpointing": True})]
 TRAININGS += [("ppo_rlhf", {}), ("dpo", {})]
 
@@ -62,19 +63,19 @@ TRAININGS += [("ppo_rlhf", {}), ("dpo", {})]
 @dataclass
 class Args:
     out: str | None = None
-    """file that is written (default: benchmark/results/gpu_NAME.md)"""
+    """file for the results (default: benchmark/results/gpu_NAME.md)"""
     minutes: float = 10.0
-    """sections that have not begun by then are left out"""
+    """time limit; sections for which no time is left are skipped"""
     tiny: bool = False
-    """tiny models and few tokens"""
+    """use tiny models and few tokens"""
     peak_tflops: float | None = None
-    """of this GPU in bfloat16, for the utilisation (H100, H200 and A100 are known)"""
+    """peak TFLOPS of this GPU in bfloat16, for the utilisation (known for H100, H200 and A100)"""
     skip: list[str] = field(default_factory=list)
-    """sections to leave out, by the first words of their names"""
+    """sections to skip, by the first words of their names"""
 
 
 def sections(tiny):
-    """(name, function, what it is given, most seconds) of every section, the most telling first."""
+    """Return (name, function, its settings, most seconds) of every section, the most important first."""
     jobs, sizes = [], ["tiny"] if tiny else list(SIZES)[:2]
     for size in sizes:
         jobs.append((f"numbers {size}", check_numbers, {"size": size}, 150))
@@ -91,11 +92,11 @@ def sections(tiny):
     return jobs
 
 
-# ---- what is right: each yields (what, measured, expected or "", whether that holds or None)
+# ---- checks: each yields rows of (name, measured value, expectation or "", whether it is met or None)
 
 
 def check_numbers(job):
-    """Sampler against training forward by position, decoding against an uncached forward, and a loss that falls."""
+    """Compare sampler and training by position, compare decoding with an uncached forward, and train a little."""
     import torch
 
     grpo, size = importlib.import_module("grpo"), SIZES[job["size"]]
@@ -114,14 +115,19 @@ def check_numbers(job):
             kl = (part.expm1() - part).mean().item()
             what = f"sampler and training, positions {start} to {min(end, size['tokens'])}: KL"
             yield what, kl, "under 1e-3", kl < 1e-3
-            yield "... difference, mean of its size", part.abs().mean().item(), "", None
-            yield "... difference, largest", part.abs().max().item(), "under 0.5", part.abs().max().item() < 0.5
+            yield "... mean absolute difference of log-probabilities", part.abs().mean().item(), "", None
+            yield (
+                "... largest difference of log-probabilities",
+                part.abs().max().item(),
+                "under 0.5",
+                part.abs().max().item() < 0.5,
+            )
     yield from check_greedy(grpo, policy, ids, mask, min(64, size["tokens"]))
     yield from check_learning(grpo, policy, ids, mask, sampled, min(64, size["tokens"]))
 
 
 def check_greedy(grpo, policy, ids, mask, tokens):
-    """Where greedy decoding through the cache and a forward without one differ, the two tokens must be near a tie."""
+    """Compare greedy decoding with an uncached forward: where tokens differ, their logits must be nearly equal."""
     import torch
 
     with torch.no_grad(), grpo.gathered(policy) as sampler:
@@ -135,11 +141,16 @@ def check_greedy(grpo, policy, ids, mask, tokens):
     gaps = logits.max(2).values - logits.gather(2, completions.unsqueeze(2)).squeeze(2)
     equal = (gaps == 0).float().mean().item()
     yield "greedy decoding and uncached forward: share of equal tokens", equal, "over 0.9", equal > 0.9
-    yield "... most that a chosen logit lies under the largest", gaps.max().item(), "under 0.2", gaps.max().item() < 0.2
+    yield (
+        "... largest gap between the highest logit and the chosen one",
+        gaps.max().item(),
+        "under 0.2",
+        gaps.max().item() < 0.2,
+    )
 
 
 def check_learning(grpo, policy, ids, mask, sampled, tokens):
-    """Four optimizer steps towards completions, all of advantage 1, make these likelier."""
+    """Check that four optimizer steps make completions more likely if all have advantage 1."""
     import torch
 
     batch = make_batch(ids, mask, *(tensor[:, :tokens] for tensor in sampled))
@@ -156,12 +167,12 @@ def check_learning(grpo, policy, ids, mask, sampled, tokens):
         norm = grpo.step_optimizer(policy, optimizer, 1e-4 if ids.is_cuda else 1e-3, 1.0)
         yield "gradient norm", norm, "positive", 0 < norm < float("inf")
     means.append(grpo.lookup_logprobs(policy, batch, [rows], args).mean().item())
-    yield "mean log-probability before four steps towards it", means[0], "", None
-    yield "... and after", means[-1], "higher", means[-1] > means[0]
+    yield "mean log-probability of the completions before four optimizer steps", means[0], "", None
+    yield "... after these steps", means[-1], "higher", means[-1] > means[0]
 
 
 def check_bfloat16(job):
-    """How far ten steps of a small rate lower the loss: blocks in float32, in bfloat16, there with noise."""
+    """Compare how far ten steps with a small learning rate lower the loss in float32, in bfloat16, and with noise."""
     from transformers import AutoTokenizer
 
     bfloat16, grpo = importlib.import_module("bfloat16"), importlib.import_module("grpo")
@@ -177,7 +188,7 @@ def check_bfloat16(job):
 
 
 def check_resume(job):
-    """A run of four steps in one go, and one that goes on after two."""
+    """Compare a run that is resumed after two steps with an uninterrupted run of four steps."""
     folder, small = Path(job["folder"]), ["--prompts-per-step", "8", "--minibatch-size", "32", "--eval-prompts", "16"]
     steps = {}
     run_script("grpo", [*AUTO, "--num-steps", "4", "--run-dir", str(folder / "whole"), *small])
@@ -189,11 +200,11 @@ def check_resume(job):
     yield "steps of a run that was resumed", " ".join(map(str, numbers)), "1 2 3 4", numbers == [1, 2, 3, 4]
     for key, most in (("rollout/length_mean", 2.0), ("reward/mean", 0.2)):
         gaps = [abs(a[key] - b[key]) for a, b in zip(steps["whole"], steps["half"])]
-        yield f"{key}, largest difference to a run in one go", max(gaps), f"at most {most}", max(gaps) <= most
+        yield f"{key}: largest difference from an uninterrupted run", max(gaps), f"at most {most}", max(gaps) <= most
 
 
 def check_ranks(job):
-    """Two processes, each with half of everything, learn as one does."""
+    """Check that two processes, each with half of the model and of the data, learn as well as one."""
     import torch
 
     if torch.cuda.device_count() == 1:
@@ -207,7 +218,7 @@ def check_ranks(job):
 
 
 def check_defaults(job):
-    """The run of each script without flags but for the precision, four at a time."""
+    """Run every script with its defaults except for the precision, four at a time; sft.py runs only 100 steps."""
     folder = Path(job["folder"])
 
     def run(script):
@@ -226,7 +237,7 @@ def check_defaults(job):
 
 
 def run_script(script, flags, launcher=None):
-    """Run a script of this repository; raise with the end of what it printed if it fails."""
+    """Run a script of this repository; if it fails, raise an error with the end of its output."""
     command = [*(launcher or [sys.executable]), str(ROOT / f"{script}.py"), *flags]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -237,11 +248,11 @@ def read_metrics(run_dir):
     return [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
 
 
-# ---- how fast, and in how much memory
+# ---- speed and memory
 
 
 def time_rollout(job):
-    """Tokens a second of generate and of transformers' own, and the peak of the first against the formulas."""
+    """Time our generate and that of transformers; compare the peak of ours with the formulas of tools/memory.py."""
     grpo, size, rates, formulas = importlib.import_module("grpo"), SIZES[job["size"]], {}, {}
     policy, device = build(job, trained=False)
     for rows in size["rows"]:
@@ -265,7 +276,7 @@ def time_rollout(job):
 
 
 def time_peer(job, all_rows, rates, size, device):
-    """The same rows with transformers' generate, everything in bfloat16."""
+    """Time transformers' generate on the same rows, with everything in bfloat16."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -284,7 +295,7 @@ def time_peer(job, all_rows, rates, size, device):
 
 
 def rollout_formula(config, rows, prompt_length, tokens):
-    """What tools/memory.py says of a rollout of a frozen model: its weights, its cache and what works on it."""
+    """Return the bytes that tools/memory.py predicts for a rollout of a frozen model."""
     memory = load_memory()
     given = {"prompts_per_step": max(1, rows // 8), "group_size": min(8, rows), "eval_prompts": 0}
     given |= {"max_prompt_length": prompt_length, "max_completion_length": tokens}
@@ -294,7 +305,7 @@ def rollout_formula(config, rows, prompt_length, tokens):
 
 
 def timed(function, tokens, device):
-    """Seconds and peak bytes of a call, after a short one that warms up."""
+    """Return the seconds and the peak bytes of a call, after a short call as warm-up."""
     import torch
 
     function(min(8, tokens))
@@ -309,7 +320,7 @@ def timed(function, tokens, device):
 
 
 def time_training(job):
-    """Three steps of a script: seconds and utilisation of the last update, and peaks of its phases."""
+    """Train for three steps with a script; yield speed and utilisation of the last update, and its peaks."""
     import torch
 
     memory, script, size = load_memory(), importlib.import_module(job["script"]), SIZES[job["size"]]
@@ -321,13 +332,13 @@ def time_training(job):
     if fit is None:
         yield "not run", "too little memory", "", None
         return
-    yield "flags for this GPU, by tools/memory.py", memory.as_flags(fit, before), "", None
+    yield "flags that tools/memory.py suggests for this GPU", memory.as_flags(fit, before), "", None
     settings |= {name: value for name, value in vars(fit).items() if value != getattr(before, name)}
     peaks, updates, script.save = watch_peaks(script), watch_updates(script), lambda *_: None  # nothing is written
     with contextlib.redirect_stdout(sys.stderr):
         script.main(script.Args(**settings))
     line = read_metrics(settings["run_dir"])[-1]
-    yield "seconds a step", line["perf/step_seconds"], "", None
+    yield "seconds per step", line["perf/step_seconds"], "", None
     tokens = trained_tokens(job, line, size, settings)
     seconds = sum(updates[-len(updates) // settings["num_steps"] :])  # of the last step
     yield "update: tokens a second", tokens / seconds, "", None
@@ -343,11 +354,14 @@ def time_training(job):
 
 
 def watch_peaks(script):
-    """A list that gets the peak of every rollout; what is measured afterwards is that of all since the last one."""
+    """Return a list that gets the peak of every rollout.
+
+    After training, torch's own peak covers only the time since the last rollout.
+    """
     import torch
 
     peaks, gathered = [], getattr(script, "gathered", None)
-    if gathered is None:  # it has no rollouts
+    if gathered is None:  # the script has no rollouts
         return peaks
 
     @contextlib.contextmanager
@@ -365,7 +379,7 @@ def watch_peaks(script):
 
 
 def watch_updates(script):
-    """A list that gets the seconds of every call that is a part of an update."""
+    """Return a list that gets the seconds of every call that is part of an update."""
     import torch
 
     updates = []
@@ -387,13 +401,13 @@ def watch_updates(script):
 
 
 def flops_per_token(models, length):
-    """Forward and backward, recomputing left out: 6 a weight that multiplies, and causal attention over the length."""
+    """Return 6 FLOPs per weight in a matrix product, plus causal attention over the length, without recomputation."""
     weights = sum(model.blocks + (model.embedding if name == "policy" else 0) for name, model in models.items())
     return 6 * weights + sum(6 * model.layers * model.queries * length for model in models.values())
 
 
 def training_settings(job, size):
-    """Settings of a short training in which every row is as long as it may be."""
+    """Return the settings of a short training run in which all rows are as long as allowed."""
     settings = {"model": job["model"], "num_steps": 3, "eval_prompts": 0, "run_dir": f"{job['folder']}/run"}
     settings |= {"max_completion_length": size["length"], "precision": "bfloat16", "system_prompt": ""} | job["flags"]
     if job["script"] == "dpo":
@@ -408,14 +422,14 @@ def training_settings(job, size):
 
 
 def trained_tokens(job, line, size, settings):
-    """Tokens that went forward and backward in a step, prompts left out."""
+    """Return the number of completion tokens that a step trained on."""
     if job["script"] == "dpo":
         return 2 * settings["minibatch_size"] * size["length"]
     return settings["prompts_per_step"] * settings.get("group_size", 1) * line["rollout/length_mean"]
 
 
 def make_pairs(folder, length):
-    """A data set of random digits, in which every completion is nearly as long as it may be."""
+    """Write a dataset of random digits in which all completions are nearly as long as allowed; return its folder."""
     rng, path = random.Random(1), Path(folder) / "pairs"
     path.mkdir()
     for split, count in (("train", 256), ("test", 2)):
@@ -426,7 +440,7 @@ def make_pairs(folder, length):
 
 
 def compare_peak(what, peak, formula):
-    """A row with the peak that was measured, where there is a GPU, beside that of tools/memory.py."""
+    """Yield a row that compares the measured peak with tools/memory.py; without a GPU, only the prediction."""
     if peak is None:
         yield f"{what} by tools/memory.py, GB", formula / 1e9, "", None
     else:
@@ -438,13 +452,13 @@ def compare_peak(what, peak, formula):
 
 
 def make_model(folder, size):
-    """Write a random model of this size, with the tokenizer of models/tiny, whose ids are the first of its own."""
+    """Write a random model of this size, with the tokenizer of models/tiny, which uses the first ids of the model."""
     import torch
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     memory = load_memory()
     config = Qwen2Config(**TINY) if size == "tiny" else memory.load_config(size)
-    # 0.04: distributions that are peaked enough for rounding to matter, far from those of a trained model.
+    # With 0.04, distributions are peaked enough for rounding to matter, but far from those of a trained model.
     config.initializer_range, config.max_position_embeddings = 0.04, 4096
     config.bos_token_id, config.eos_token_id, config.pad_token_id = None, 5, 0
     torch.manual_seed(1)
@@ -456,7 +470,7 @@ def make_model(folder, size):
 
 
 def build(job, trained=True):
-    """The policy of grpo.py, as its main makes it, or as it makes the reference, and the device."""
+    """Return a model and the device, as main of grpo.py makes them: the policy, or the reference if not trained."""
     from transformers import AutoTokenizer
 
     grpo = importlib.import_module("grpo")
@@ -466,20 +480,20 @@ def build(job, trained=True):
 
 
 def make_prompts(rows, device, copies=1):
-    """Random prompts of 8 to 16 ids, padded on the left, each several times in a row."""
+    """Return random prompts of 8 to 16 ids, padded on the left, with adjacent copies of each."""
     grpo, rng = importlib.import_module("grpo"), random.Random(1)
     prompts = [[rng.randrange(6, 28) for _ in range(rng.randint(8, 16))] for _ in range(rows // copies)]
     return grpo.pad_left([{"prompt_ids": prompt} for prompt in prompts for _ in range(copies)], device)
 
 
 def make_batch(prompt_ids, prompt_mask, completion_ids, completion_mask, sampler_logprobs):
-    """What the scripts call a batch, of prompts and what generate returns."""
+    """Return prompts and the results of generate as a batch, in the form that the scripts use."""
     batch = {"prompt_ids": prompt_ids, "prompt_mask": prompt_mask, "completion_ids": completion_ids}
     return batch | {"completion_mask": completion_mask, "sampler_logprobs": sampler_logprobs}
 
 
 def gpu_gb():
-    """GB as they are sold, of which the driver reports 1.07; without a GPU as many as one likes."""
+    """Return the nominal GB of the GPU, assuming that the driver reports 1.07e9 bytes for each; without a GPU, 1e6."""
     import torch
 
     return torch.cuda.get_device_properties(0).total_memory / 1.07e9 if torch.cuda.is_available() else 1e6
@@ -502,7 +516,7 @@ def free(device):
 
 
 def run_child(job):
-    """Run one section in this process; a line of JSON on stdout for every row."""
+    """Run one section in this process; print every row as a line of JSON to stdout."""
     stdout, sys.stdout = sys.stdout, sys.stderr
     sys.path.insert(0, str(ROOT))
     try:
@@ -520,7 +534,7 @@ def run_child(job):
 
 
 def start_child(job, limit):
-    """Run a section in a process of its own; return its rows."""
+    """Run a section in a separate process; return its rows."""
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "TOKENIZERS_PARALLELISM": "false"}
     command = [sys.executable, __file__, "child", json.dumps(job)]
     with tempfile.TemporaryFile("w+") as errors:
@@ -539,7 +553,7 @@ def start_child(job, limit):
 
 
 def read_machine():
-    """What it runs on: the name of the GPU, or of the processor, and versions."""
+    """Return the name of the GPU, empty without one, and a line with the machine and versions."""
     ask = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '', torch.version.cuda)"
     *name, cuda = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True).stdout.split()
     versions = ", ".join(f"{package} {version(package)}" for package in ("torch", "transformers"))
@@ -548,11 +562,16 @@ def read_machine():
 
 
 def write(out, machine, seconds, results):
-    """Write what is known so far."""
+    """Write the results so far."""
     command = f"python benchmark/gpu.py {' '.join(sys.argv[1:])}".strip()
     lines = ["# benchmark/gpu.py", "", f"{machine}. `{command}`, {seconds:.0f} s.", ""]
     for name, (rows, took) in results.items():
-        lines += [f"## {name} ({took:.0f} s)", "", "| | measured | expected | |", "|---|---:|---|---|"]
+        lines += [
+            f"## {name} ({took:.0f} s)",
+            "",
+            "| quantity | measured | expected | as expected |",
+            "|---|---:|---|---|",
+        ]
         for what, value, expected, holds in rows:
             shown = f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "/").replace("\n", " ")
             lines.append(f"| {what} | {shown} | {expected} | {({True: 'yes', False: '**no**'}).get(holds, '')} |")
@@ -564,7 +583,7 @@ def write(out, machine, seconds, results):
 def main(args):
     name, machine = read_machine()
     if not name and not args.tiny:
-        raise SystemExit("no GPU: --tiny runs the same lines on the CPU with tiny models")
+        raise SystemExit("no GPU: --tiny runs the same code on the CPU with tiny models")
     slug = re.sub(r"\W+", "_", name or platform.machine()).strip("_").lower()
     out = Path(args.out) if args.out else ROOT / "benchmark" / "results" / f"gpu_{slug}.md"
     peak = args.peak_tflops or next((value for key, value in PEAK_TFLOPS.items() if key in name), None)
@@ -594,7 +613,7 @@ def main(args):
             write(out, machine, time.perf_counter() - start, results)
             shutil.rmtree(job["folder"], ignore_errors=True)
     failed = [title for title, (rows, _) in results.items() if any(holds is False for *_, holds in rows)]
-    print(f"{out}: " + (f"failed: {', '.join(failed)}" if failed else "all as expected"))
+    print(f"{out}: " + (f"failed: {', '.join(failed)}" if failed else "all results are as expected"))
     raise SystemExit(1 if failed else 0)
 
 

@@ -1,23 +1,26 @@
-"""grpo.py against TRL's GRPOTrainer with its transformers rollout (no vLLM), on CPU.
-
-Both sides train the same model on the same prompts with the same group size, lengths, learning rate, loss and number of
-optimizer steps, one process per side and repetition, alternating. Times are seconds per step, a step being one rollout
-and its two optimizer steps; the first step of a process warms up and is not counted.
-
-    rollout   sampling, decoding of tokens to text, and rewards
-    update    everything else of a step: log-probabilities of policy and reference, forward, backward, optimizer
-    step      rollout + update, up to the end of the last optimizer step; logging and saving are outside
-    peak      largest resident memory of the whole process, up to the end of its last step
+"""Compare the time and memory of grpo.py with TRL's GRPOTrainer on a CPU. TRL samples with transformers, without vLLM.
 
     pip install -r benchmark/requirements.txt
     python benchmark/grpo_vs_trl.py
     python benchmark/grpo_vs_trl.py --size real --out benchmark/results/grpo_vs_trl_real.json
     python benchmark/grpo_vs_trl.py --size curves --out benchmark/results/grpo_vs_trl_curves.json
 
-The last two begin from a model of 135 million parameters that was taught the form of its answers, by the first command
-that `python benchmark/real_model.py --runs sft --seeds 1 --show` prints: "real" times it in float32 and in bfloat16,
-"curves" lets both sides learn for 20 steps, both seeds of a side at once with half of the threads each, and draws
-docs/pictures/grpo_vs_trl.png.
+The program prints a line per process and a table. It writes every step to benchmark/results/grpo_vs_trl.json, or to the
+file that --out names.
+
+Both sides train the same model on the same prompts with the same group size, lengths, learning rate, loss and number of
+optimizer steps. Each repetition of a side is a separate process, and the sides alternate. Times are seconds per step. A
+step is one rollout with its two optimizer steps. The first step of a process is a warm-up and is not counted.
+
+    rollout   sampling, decoding of tokens to text, and rewards
+    update    the rest of the step: log-probabilities of policy and reference, forward, backward, optimizer
+    step      rollout + update, up to the end of the last optimizer step, without logging and saving
+    peak      largest resident memory of the whole process, up to the end of its last step
+
+"real" and "curves" start from a model of 135 million parameters that was trained on the format of its answers. The
+first command that `python benchmark/real_model.py --runs sft --seeds 1 --show` prints makes this model. "real" measures
+it in float32 and in bfloat16. "curves" trains both sides for 20 steps and draws docs/pictures/grpo_vs_trl.png. It runs
+both seeds of a side at the same time, each with half of the threads.
 """
 
 import contextlib
@@ -38,7 +41,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
-# torch is imported in the child processes only: on Linux a child's peak memory is at least its parent's at the fork.
+# Only the child processes import torch: on Linux a child's peak memory is at least its parent's at the fork.
 ROOT = Path(__file__).resolve().parent.parent
 
 SIZES = {
@@ -64,7 +67,7 @@ SIZES = {
         "learning_rate": 1e-6,
         "warmup_steps": 0,
         "microbatch_tokens": 512,  # as fast as 1024 and 2048, with the least memory
-        "trl_batch_size": 8,  # 16 and 32 are not clearly faster, and take 1.5 and 1.9 times its memory
+        "trl_batch_size": 8,  # 16 and 32 are not clearly faster, and take 1.5 and 1.9 times the memory
         "repeats": 5,
         "steps": 1,
     },
@@ -81,7 +84,7 @@ REAL = {
     "learning_rate": 1e-5,
     "warmup_steps": 0,
     "microbatch_tokens": 2048,
-    "trl_batch_size": 16,  # about as many tokens
+    "trl_batch_size": 16,  # 16 rows have about microbatch_tokens tokens
     "repeats": 3,
     "steps": 2,
 }
@@ -95,17 +98,17 @@ VOCAB_SIZE, STOP_RATE = 32_000, 1 / 40  # of the large model
 @dataclass
 class Args:
     size: Literal["embedded", "large", "both", "real", "curves"] = "both"
-    """models/tiny on data/addition, a random model of 58 M parameters; one that was trained, of 135 M"""
+    """embedded: models/tiny; large: random, 58 M parameters; both: these two; real, curves: trained, 135 M"""
     repeats: int | None = None
     """processes per side (embedded, real: 3; large: 5; curves: 2)"""
     steps: int | None = None
     """timed steps per process (embedded: 10; large: 1; real: 2; curves: 19)"""
     threads: int = os.cpu_count()
-    """threads of either side"""
+    """threads of each side"""
     trl_batch_size: int | None = None
-    """TRL's per_device_train_batch_size (embedded: 64; large: 8; real: 16)"""
+    """TRL's per_device_train_batch_size (embedded: 64; large: 8; real, curves: 16)"""
     out: str = str(ROOT / "benchmark" / "results" / "grpo_vs_trl.json")
-    """result file"""
+    """file for the results"""
 
 
 # ---- the large case
@@ -117,7 +120,7 @@ def parity_reward(completion, answer):  # noqa: ARG001
 
 
 def make_large(folder):
-    """Write a random Phi model that ends a completion with probability 1/40 at every token, and random prompts."""
+    """Write random prompts, and a random Phi model in which every token ends the completion with probability 1/40."""
     import tokenizers
     import torch
     import transformers
@@ -147,8 +150,8 @@ def make_large(folder):
     )
     torch.manual_seed(1)
     model = transformers.PhiForCausalLM(config)
-    # Behind a layer norm of weight 1 the logits are normal with variance 512 std², which gives the sum of their
-    # exponentials; the stop token's own logit is its bias alone.
+    # After a layer norm with weight 1, the logits are normal with variance 512 std², which gives the sum of their
+    # exponentials. The logit of the stop token is its bias alone.
     with torch.no_grad():
         variance = config.hidden_size * config.initializer_range**2
         model.lm_head.weight[2] = 0.0
@@ -173,16 +176,16 @@ def load_grpo(size):
     return grpo
 
 
-# ---- the two sides: each returns a list of {rollout, update, length_mean, reward_mean}, peak GiB
+# ---- the two sides: each returns a list of {rollout, update, length_mean, reward_mean} and its peak GiB
 
 
 def run_ours(job):
-    """Train with grpo.py; its own metrics have the times."""
+    """Train with grpo.py, whose metrics include the times."""
     settings, grpo = job["settings"], load_grpo(job["size"])
     names = "prompts_per_step group_size max_prompt_length max_completion_length minibatch_size microbatch_tokens"
     names = f"{names} learning_rate warmup_steps".split()
     run_dir = Path(job["folder"]) / f"run_{job['seed']}"
-    grpo.save = lambda *_: None  # the peak is that of training
+    grpo.save = lambda *_: None  # the peak must not include saving
     grpo.main(
         grpo.Args(
             **{name: settings[name] for name in names},
@@ -215,7 +218,7 @@ def run_ours(job):
 
 
 def run_trl(job):
-    """Train with TRL, timed by a subclass and a callback."""
+    """Train with TRL; a subclass and a callback measure the times."""
     import torch
     import transformers
     from datasets import load_dataset
@@ -224,14 +227,14 @@ def run_trl(job):
     settings, grpo = job["settings"], load_grpo(job["size"])
     tokenizer = transformers.AutoTokenizer.from_pretrained(job["model"])
     rows = load_dataset("json", data_files=str(Path(job["dataset"], "train.jsonl")), split="train")
-    # Prompts as text, the chat template already applied: TRL then has the least to do in its rollout.
+    # The prompts are text with the chat template already applied, which saves TRL this work in its rollout.
     texts = []
     for prompt in rows["prompt"]:
         ids = grpo.encode_prompt(tokenizer, grpo.as_messages(prompt, settings.get("system_prompt", "")))
         texts.append(tokenizer.decode(ids) if tokenizer.chat_template else prompt)
         assert tokenizer(texts[-1])["input_ids"] == ids and len(ids) <= settings["max_prompt_length"]
     rows = rows.remove_columns("prompt").add_column("prompt", texts)
-    # In grpo.py's order: rewards of a step then differ by sampling alone.
+    # The prompts have grpo.py's order, so that the rewards of a step differ only by sampling.
     rows = rows.select(grpo.pick_rows(range(len(rows)), 0, len(rows), job["seed"]))
 
     def reward(completions, answer, **_):
@@ -241,7 +244,7 @@ def run_trl(job):
 
     class TimedTrainer(GRPOTrainer):
         def _generate_and_score_completions(self, inputs):
-            # A step begins here: this method has the rollout, and the log-probabilities of old policy and reference.
+            # A step begins here, with the rollout and the log-probabilities of the old policy and the reference.
             steps.append({"start": time.perf_counter(), "rollout": 0.0, "optimizer_steps": 0})
             return super()._generate_and_score_completions(inputs)
 
@@ -261,7 +264,7 @@ def run_trl(job):
 
     class StepEnd(transformers.TrainerCallback):
         def on_step_end(self, *args, **kwargs):  # noqa: ARG002
-            steps[-1]["end"] = time.perf_counter()  # the last one of a rollout stays
+            steps[-1]["end"] = time.perf_counter()  # the last optimizer step overwrites the others
             steps[-1]["peak"] = peak_gib()
             steps[-1]["optimizer_steps"] += 1
 
@@ -319,12 +322,12 @@ def run_trl(job):
 
 
 def peak_gib():
-    """Largest resident memory of this process so far."""
+    """Return the largest resident memory of this process so far, in GiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 2**30
 
 
 def run_child(job):
-    """Run one side in this process, its prints going to stderr, and write the result to stdout."""
+    """Run one side in this process, with its output on stderr, and print the result to stdout."""
     with contextlib.redirect_stdout(sys.stderr):
         import torch
 
@@ -341,7 +344,7 @@ def run_child(job):
 
 
 def start_child(job, threads):
-    """Run a job in a process of its own and return its result."""
+    """Run a job in a separate process and return its result."""
     environment = os.environ | {
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",
@@ -358,20 +361,23 @@ def start_child(job, threads):
 
 
 def run_side(size, settings, repeat, side, folder, threads):
-    """One side once, in a process of its own."""
+    """Run one side once, in a separate process."""
     if size == "large":
         model, dataset = Path(folder, "model"), Path(folder, "data")
     else:
         model, dataset = ROOT / settings.get("model", "models/tiny"), ROOT / settings.get("dataset", "data/addition")
     if not model.exists():
-        raise SystemExit(f"{model}: missing, see python benchmark/real_model.py --runs sft --seeds 1 --show")
+        raise SystemExit(
+            f"{model} is missing: run the first command that "
+            "`python benchmark/real_model.py --runs sft --seeds 1 --show` prints"
+        )
     job = {"folder": tempfile.mkdtemp(dir=folder), "size": size, "settings": settings, "steps": settings["steps"]}
     job |= {"model": str(model), "dataset": str(dataset), "side": side, "seed": repeat + 1}
     return {"side": side, "seed": repeat + 1, **start_child(job, threads)}
 
 
 def draw(runs):
-    """The reward of each step and the two before it, by side and seed."""
+    """Draw the mean reward of each step and the two before it, by side and seed."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 4))
@@ -387,12 +393,12 @@ def draw(runs):
 
 
 def summarize(settings, runs):
-    """Medians over the timed steps of all processes of a side, and ours / TRL's."""
+    """Return medians over the timed steps of all processes of a side, and the ratio of ours to TRL's."""
     completions = settings["prompts_per_step"] * settings["group_size"]
     summary = {}
     for side in ("ours", "trl"):
         mine = [run for run in runs if run["side"] == side]
-        steps = [step for run in mine for step in run["steps"][1:]]  # the first of a process warms up
+        steps = [step for run in mine for step in run["steps"][1:]]  # without the warm-up
         tokens = sum(step["length_mean"] * completions for step in steps)
         summary[side] = {
             "rollout_seconds": statistics.median(step["rollout"] for step in steps),
@@ -453,7 +459,7 @@ def main(args):
             if repeat < settings[size]["repeats"]
         ]
         together = 2 if sizes == ["curves"] else 1
-        if together == 2:  # both seeds of a side, which take as long as each other
+        if together == 2:  # both seeds of a side, which take equally long
             jobs.sort(key=lambda job: job[2])
 
         def start(job):
@@ -464,7 +470,7 @@ def main(args):
             for (size, repeat, side), found in zip(jobs, pool.map(start, jobs)):
                 runs.setdefault(size, []).append(found)
                 median = statistics.median(step["rollout"] + step["update"] for step in found["steps"][1:])
-                line = f"{size} {repeat + 1} {side:4} {median:7.2f} s a step, {found['peak_gib']:.2f} GiB"
+                line = f"{size}, run {repeat + 1}, {side:4} {median:7.2f} s per step, peak {found['peak_gib']:.2f} GiB"
                 print(line, flush=True)
                 if {run["side"] for run in runs[size]} == {"ours", "trl"}:
                     result = {"settings": settings[size], "summary": summarize(settings[size], runs[size])}
@@ -481,4 +487,4 @@ if __name__ == "__main__":
     else:
         import tyro
 
-        main(tyro.cli(Args, description="Time grpo.py against TRL's GRPOTrainer."))
+        main(tyro.cli(Args, description="Compare the time and memory of grpo.py with TRL's GRPOTrainer."))

@@ -1,10 +1,14 @@
-"""Does tools/memory.py know what a run takes on a CPU? A step of grpo.py on models/smollm2, and the most that it held.
+"""Measure the memory of a step of grpo.py on a CPU, to check the predictions of tools/memory.py.
 
-    python benchmark/memory_cpu.py              every row; writes benchmark/results/memory_cpu.json
+    python benchmark/memory_cpu.py
 
-docs/memory.md has them beside the formulas (`python tools/memory.py --write docs/memory.md`). A row is a process that
-saves nothing; what it held is its largest resident size. Each is measured twice: as it is, and with glibc told to give
-back what was freed (MALLOC_MMAP_THRESHOLD_), which it otherwise keeps in pieces that large tensors do not fit into.
+The program runs one step of grpo.py on models/smollm2 for each row of settings. It writes the largest resident size of
+each process to benchmark/results/memory_cpu.json. `python tools/memory.py --write docs/memory.md` then writes these
+numbers beside the formulas in docs/memory.md.
+
+Every step runs in a separate process that saves nothing. Each row is measured twice: with glibc's defaults, and with
+MALLOC_MMAP_THRESHOLD_ set. By default glibc keeps freed memory in pieces that are too small for large tensors. With the
+variable, it gives this memory back to the system.
 """
 
 import json
@@ -27,7 +31,7 @@ ROWS = [
 
 
 def run(row):
-    """Train a step with these settings in this process; print the most memory it had, in bytes."""
+    """Train for one step with these settings in this process; print its largest resident size in bytes."""
     import resource
 
     import grpo
@@ -40,7 +44,7 @@ def run(row):
 
 
 def measure(row, **variables):
-    """The same in a process of its own."""
+    """Run the step in a separate process; return its largest resident size in bytes."""
     environment = os.environ | {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": str(ROOT)} | variables
     command = [sys.executable, __file__, "--run", json.dumps(row)]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)

@@ -175,7 +175,8 @@ def execute(command, threads):
     """Run a command to its end; return its minutes and its maximum of memory in GiB."""
     folder, begun = Path(command[-1]), time.time()
     if [*folder.glob("state/[0-9]*")]:
-        command = [*command[: command.index("--model")], "--resume", str(folder)]
+        first_flag = next(i for i, word in enumerate(command) if word.startswith("--"))
+        command = [*command[:first_flag], "--resume", str(folder)]
     elif folder.exists():
         shutil.rmtree(folder)
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
@@ -210,7 +211,7 @@ def one(name, seed, threads):
         evaluated = read_jsonl(folder / "eval_samples.jsonl")
         mark_right(rows, evaluated)
         ends = [[line for line in evaluated if line["step"] == evaluated[end]["step"]] for end in (0, -1) if evaluated]
-        samples = [key | line for end in ends for line in end[:3]]
+        samples = [key | line for end in ends for line in shown_of(end)]
     for look in [look for look in RUNS[name].looks if look not in looks_of(rows)]:
         command = command_of(name, seed, look)
         if look == "16 samples":
@@ -226,6 +227,12 @@ def one(name, seed, threads):
         if look == "instructions":
             mark_right(rows[-1:], lines)
     return rows, samples
+
+
+def shown_of(lines):
+    """Return the completions that are kept of an evaluation: three, or one for each kind of constraint."""
+    kinds = {kind: prompt for prompt, kind in reversed(held_out().items())}  # the first of each kind
+    return [line for line in lines if line["prompt"] in kinds.values()] or lines[:3]
 
 
 def held_out():
@@ -502,10 +509,24 @@ def errors_table(rows):
     return table(["", "rise of greedy accuracy", "standard error, instructions", "standard error, seeds"], lines)
 
 
+def replies(_):
+    """Greedy completions before and after, seed 1: the first held-out instruction of each kind of constraint."""
+    found = {}
+    for row in read_jsonl(SAMPLES):
+        if row["run"] == "instructions" and row["seed"] == 1:
+            found.setdefault(row["prompt"], []).append((row["completion"], row["reward"]))
+    lines = []
+    for prompt in held_out():
+        for (before, _), (after, reward) in [found[prompt]] if prompt in found else []:
+            texts = (" ".join(text.replace("|", "\\|").split()) for text in (prompt, before, after))
+            lines.append([*texts, reward])
+    return table(["instruction", "before", "after", "reward"], lines)
+
+
 KINDS = {"begin": "begin with a word (never trained)", "end": "end with a phrase", "quotes": "in quotation marks"}
 KINDS |= {"at most": "at most n words", "bullets": "n bullet points", "include": "include a word"}
 TABLES = {"instructions": instructions_table, "kinds": kinds_table, "errors": errors_table}
-TABLES |= {"words": words_table, "samples": samples_table, "evaluations": evaluations_table}
+TABLES |= {"replies": replies, "words": words_table, "samples": samples_table, "evaluations": evaluations_table}
 TABLES |= {"commands": commands, "completions": completions}
 
 

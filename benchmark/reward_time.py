@@ -1,6 +1,8 @@
-"""How long reward_fn takes on 100 kB of hostile text: it must be linear. Prints the slowest of 5 calls per kind, in ms.
+"""Measure how long reward_fn takes on 100 kB of hostile text, to check that its time stays linear.
 
-python benchmark/reward_time.py
+    python benchmark/reward_time.py
+
+The program prints the slowest of five calls for each kind of text, and the slowest of all calls, in milliseconds.
 """
 
 import sys
@@ -13,14 +15,14 @@ import grpo
 
 PATTERNS = {
     "open braces": "{",
-    "boxes never closed": "\\boxed{",
+    "unclosed boxes": "\\boxed{",
     "empty boxes": "\\boxed{}",
     "backslashes": "\\",
-    "blanks": " ",
+    "spaces": " ",
     "hashes": "#",
-    "thoughts opened": "<think>",
-    "thoughts closed": "</think>",
-    "thoughts": "<think></think>",
+    "opening tags of thoughts": "<think>",
+    "closing tags of thoughts": "</think>",
+    "empty thoughts": "<think></think>",
     "answer tags": "<answer>",
     "digits": "1",
     "thousands": ",111",
@@ -43,8 +45,8 @@ def main():
                     grpo.reward_fn(text, "5")
                     seconds.append(time.perf_counter() - started)
                 slowest = max(slowest, max(seconds))
-                print(f"{1000 * max(seconds):8.2f} ms  {prefix or '(nothing)'} + {name}")
-    print(f"{1000 * slowest:8.2f} ms  slowest")
+                print(f"{1000 * max(seconds):8.2f} ms  {prefix or '(no prefix)'} + {name}")
+    print(f"{1000 * slowest:8.2f} ms  slowest of all")
 
 
 if __name__ == "__main__":

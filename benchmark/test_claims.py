@@ -1,4 +1,4 @@
-"""benchmark/claims.py: its rule and its patches, the task, and the page, whose numbers are those of the csv."""
+"""Test benchmark/claims.py: its rule, its patches, the task, and the pages, whose numbers are those of the csv."""
 
 import json
 import re
@@ -22,21 +22,21 @@ EVERYTHING = claims.all_tables(FOUND)
 RUNS = {run for claim in claims.CLAIMS.values() for run in claim.runs.values()}
 RUNS |= {run for runs in claims.SETS.values() for run in runs.values()}
 NOTHING = dict.fromkeys(claims.COLUMNS, "")
-# Shifts by which -2, -1, 0, 1 and 2 have this chance: quantiles of Student's t, 4 degrees, by their standard error.
+# {p-value: shift that gives it to -2, -1, 0, 1, 2}: quantile of Student's t (4 degrees) times the standard error.
 SHIFTS = {0.01: 4.6041 * 0.5**0.5, 0.02: 3.7470 * 0.5**0.5, 0.03: 3.2976 * 0.5**0.5}
 LONG = str(ROOT / "models" / "long")
 
 
 def test_the_rule_by_numbers_worked_out_by_hand():
-    # Differences 1 to 5: mean 3, deviation sqrt(2.5), 2.776 sqrt(2.5) / sqrt(5) = 1.963.
+    # The differences 1 to 5 have mean 3 and deviation sqrt(2.5). The half-width is 2.776 sqrt(2.5) / sqrt(5) = 1.963.
     more, less = [2.0, 4.0, 6.0, 8.0, 10.0], [1.0, 2.0, 3.0, 4.0, 5.0]
     assert claims.interval(more, less) == (3.0, pytest.approx(1.963, abs=1e-3))
     assert (claims.verdict("reward", more, less), claims.verdict("reward", less, more)) == ("seen", "opposite")
     assert claims.verdict("reward", [*more[:4], 0.0], less) == "inconclusive"
     near = [0.51, 0.49, 0.5, 0.52, 0.5]
     assert claims.verdict("reward", near, [0.5] * 5) == "no difference"
-    assert claims.verdict("seconds", near, [0.5] * 5) == "inconclusive"  # for which nothing says what does not matter
-    # The same differences near 0 and near 1, where none could show; dots have a bound, but are no share.
+    assert claims.verdict("seconds", near, [0.5] * 5) == "inconclusive"  # has no bound
+    # Near 0 and near 1, no difference could show. This holds for shares only, and dots are not a share.
     low, high = [value - 0.49 for value in near], [value + 0.49 for value in near]
     assert claims.verdict("accuracy", low, [0.01] * 5) == "floor"
     assert claims.verdict("accuracy", high, [0.99] * 5) == "ceiling"
@@ -55,7 +55,7 @@ def test_a_claim_in_two_parts_has_two_verdicts_and_settings_are_counted():
 
 
 def test_what_chance_alone_would_show():
-    # Quantiles of Student's t with 4 degrees of freedom are 2.776 for 0.05 and 4.604 for 0.01; with 2 4.303 and 9.925.
+    # Quantiles of Student's t for 0.05 and 0.01: 2.776 and 4.604 with 4 degrees of freedom, 4.303 and 9.925 with 2.
     for n, quantile, expected in ((5, 2.776, 0.05), (5, 4.604, 0.01), (3, 4.303, 0.05), (3, 9.925, 0.01)):
         spread = [i - (n - 1) / 2 for i in range(n)]
         shift = quantile * statistics.stdev(spread) / n**0.5
@@ -63,7 +63,7 @@ def test_what_chance_alone_would_show():
 
 
 def test_holms_correction_by_hand():
-    """0.01 is under a third of 0.05, 0.02 under a half of it, 0.03 under the whole, but not under a half."""
+    """0.01 is less than 0.05 / 3, 0.02 is less than 0.05 / 2, and 0.03 is less than 0.05 but not than 0.05 / 2."""
     more = {chance: [value + shift for value in (-2.0, -1.0, 0.0, 1.0, 2.0)] for chance, shift in SHIFTS.items()}
     sides = {(f"{chance}", 0): ("reward", values, [0.0] * 5) for chance, values in more.items()}
     assert claims.survivors(sides) == [("0.01", 0), ("0.02", 0), ("0.03", 0)]
@@ -81,7 +81,7 @@ def test_a_is_for_what_unseen_seeds_show_by_themselves():
     assert grades == ["C", "A" if (run, 6) in FOUND else "B"]
     assert [claims.grade(key, SIDES, [key], found) for found in (again, flat)] == ["A", "B"]
     assert claims.grade(("process", 0), SIDES, [("process", 0)], FOUND) == ""
-    # Those that an advice rests on are graded, and count in the correction, without deciding their claim.
+    # Tests that an advice rests on are graded and count in the correction, but do not decide their claim.
     assert ("dpo_displacement", 3) in SIDES and "**greedy accuracy" not in TABLES["dpo_displacement"]
 
 
@@ -114,7 +114,7 @@ def test_the_csv_has_every_step_of_every_run_and_no_other_runs():
         assert run in RUNS and seed in claims.SEEDS + claims.UNSEEN_SEEDS
         last = int(re.search(r"--num-steps (\d+)", run)[1])
         assert [row["step"] for row in rows] == ([*range(claims.BIN, last + 1, claims.BIN)] or [0]), run
-        assert all(0 <= (row["reward"] or 0) <= 1 for row in rows), f"{run}: rewards on another scale than the others'"
+        assert all(0 <= (row["reward"] or 0) <= 1 for row in rows), f"{run}: rewards are not between 0 and 1"
 
 
 def test_the_rates_of_rloo_and_ppo_are_the_best_of_the_tuning_seed():
@@ -137,7 +137,7 @@ def test_the_pages_have_the_tables_of_the_csv():
 
 
 def sections():
-    """(heading, prose, claims whose tables it links to), of the page; the first of no heading."""
+    """Yield (heading, prose, claims whose tables it links to) of each section; the first has no heading."""
     for section in ("\n" + PAGE).split("\n## "):
         other = r"<!-- \w.*?<!-- end -->|!\[.*?\]\(.*?\)|^    .*$"
         prose = " ".join(re.sub(other, "", section, flags=re.DOTALL | re.MULTILINE).split())
@@ -145,7 +145,7 @@ def sections():
 
 
 SECTIONS = [*sections()]
-FRONT = ("Five findings", "All claims", "Run it yourself", "How the rows were chosen")  # of all tables
+FRONT = ("Five findings", "All claims", "Run it yourself", "How the rows were chosen")  # use all tables
 
 
 @pytest.mark.parametrize("heading, prose, names", SECTIONS, ids=[section[0] or "begin" for section in SECTIONS])
@@ -165,7 +165,7 @@ def test_sections_have_numbers_of_their_tables_and_few_words(heading, prose, nam
 
 @pytest.mark.parametrize("name", claims.CLAIMS)
 def test_the_section_of_a_claim_says_its_verdicts_with_their_grades(name):
-    """And the table of GSPO does for its six settings."""
+    """For the six settings of GSPO, the table of GSPO says them."""
     [said] = [prose for _, prose, names in SECTIONS if name in names]
     said = CELLS if re.match(r"gspo_\d", name) else said.lower().replace("(a)", "(A)")
     said = said.replace("(b)", "(B)").replace("(c)", "(C)")
@@ -174,7 +174,7 @@ def test_the_section_of_a_claim_says_its_verdicts_with_their_grades(name):
         assert claims.stated(claims.verdict(*SIDES[key]), claims.grade(key, SIDES, KEPT, FOUND)) in said
 
 
-# (what the page says, the test, and whether its first side has more), where a sentence does not use the table's sign.
+# (sentence of the page, claim and place of the test, whether the test's first side has more)
 DIRECTIONS = [
     ("reward is .0113 ± .027 higher with GRPO", "dr_grpo_length", 2, False),
     ("52.3 ± 7.1 more dots than under `dr_grpo.py`", "dr_grpo_length", 0, True),
@@ -244,7 +244,7 @@ def test_other_numbers_of_the_page_by_hand():
     rows = [{"step": 5 * i + 5.0, "works": 0.1 * i} for i in range(11)]
     run = claims.CLAIMS["rare_habit_parts"].runs["GRPO"]
     found = {(run, seed): rows[seed - 1 :] for seed in range(1, 9)}
-    assert claims.half_show_work(found, "GRPO") == "35 to 40"  # .6 in row 7; the seed 8 begins with .7 in row 8
+    assert claims.half_show_work(found, "GRPO") == "35 to 40"  # .6 at step 35; seed 8 begins with .7 at step 40
     free, held = (claims.CLAIMS["ppo_penalty"].runs[side] for side in ("no penalty", "penalty"))
     path = [{"ref_kl": kl, "accuracy": accuracy} for kl, accuracy in ((0.0, 1.0), (1.0, 0.9), (3.0, 0.5), (2.0, 0.7))]
     found = {(free, seed): path for seed in claims.SEEDS}

@@ -1,4 +1,4 @@
-"""benchmark/details.py: its edits fit the scripts as they are now, and its tables have the numbers of the csv."""
+"""Test benchmark/details.py: its edits fit the current scripts, and its tables have the numbers of the csv."""
 
 from dataclasses import fields
 from importlib import import_module
@@ -30,11 +30,11 @@ def test_an_edit_that_does_not_fit_is_refused(source):
 
 def test_means_over_seeds_and_numbers_that_are_missing():
     results = {
-        ("grpo", details.AS_IT_IS, seed): {"pass@1": value, "step of 0.9": step}
+        ("grpo", details.UNCHANGED, seed): {"pass@1": value, "step of 0.9": step}
         for seed, value, step in ((1, 0.5, 8.0), (2, 0.6, None))
     }
     page = details.render(results)
-    assert "| as it is | 1 2 | 0.55 | - |" in page and "dapo" not in page
+    assert "| unchanged | 1 2 | 0.55 | - |" in page and "dapo" not in page
 
 
 def test_tables_of_the_pages_are_means_over_seeds_and_say_never():

@@ -1,4 +1,4 @@
-"""benchmark/gpu.py on a CPU: every line of it that needs no GPU runs, and what fails is written down as such."""
+"""Test benchmark/gpu.py on a CPU: all code that needs no GPU runs, and failures appear in the results."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def job(model, tmp_path, monkeypatch):
-    """What a section is given; the group of one that FSDP needs ends with the test."""
+    """Return the settings of a section; after the test, end the process group that FSDP needs."""
     monkeypatch.setattr(os, "environ", os.environ | {"WANDB_MODE": "disabled"})
     yield {"size": "tiny", "model": model, "folder": str(tmp_path), "peak_tflops": 0.1}
     if dist.is_initialized():
@@ -32,7 +32,7 @@ def job(model, tmp_path, monkeypatch):
 
 
 def as_dict(rows):
-    """Rows by what they say, all of which must be as expected; they have to be JSON."""
+    """Return the rows as {name: value}; all must be as expected, and fit into JSON."""
     rows = [tuple(json.loads(json.dumps(row))) for row in rows]
     assert all(holds is not False for *_, holds in rows), rows
     return {what: value for what, value, *_ in rows}
@@ -70,7 +70,7 @@ def test_rollout_and_its_peer(job):
 def test_training(job, monkeypatch, name, flags):
     script = {"grpo": grpo, "dpo": dpo, "ppo_rlhf": ppo_rlhf}[name]
     replaced = {"save", "gathered", "accumulate_gradients", "step_optimizer"}
-    for own in replaced & {*vars(script)}:  # put back what the section replaces
+    for own in replaced & {*vars(script)}:  # restore what the section replaces
         monkeypatch.setattr(script, own, getattr(script, own))
     rows = as_dict(benchmark.time_training(job | {"script": name, "flags": flags}))
     assert rows["update: tokens a second"] > 0 and rows["update: model FLOP utilisation"] > 0
@@ -79,7 +79,7 @@ def test_training(job, monkeypatch, name, flags):
 
 
 def test_sections_that_run_scripts(job, monkeypatch):
-    """Default runs, a run that is resumed and one of two processes, with scripts that write metrics at once."""
+    """Run these sections with a replacement for the scripts that only writes metrics."""
     commands = []
 
     def run_script(script, flags, launcher=None):
@@ -105,7 +105,7 @@ def test_sections_that_run_scripts(job, monkeypatch):
 
 
 def test_failures_are_written_and_the_rest_goes_on(tmp_path, monkeypatch, capsys):
-    """A section that raises, one that takes too long and one for which no time is left, each in its own process."""
+    """One section raises an error, one takes too long, and for one no time is left; each is a separate process."""
     jobs = [("resume", benchmark.check_resume, {}, 60), ("ranks", benchmark.check_ranks, {}, 0.1)]
     jobs += [("defaults", benchmark.check_defaults, {}, 60), ("numbers", benchmark.check_numbers, {}, 60)]
     monkeypatch.setattr(benchmark, "sections", lambda _: jobs)
@@ -126,7 +126,7 @@ def test_failures_are_written_and_the_rest_goes_on(tmp_path, monkeypatch, capsys
 
 
 def test_command_line(tmp_path, monkeypatch):
-    """One section from the command line, its model being made before; without a GPU --tiny must be given."""
+    """Run one section from the command line, which also makes its model; without a GPU, --tiny is required."""
     skip = "--skip training resume ranks rollout defaults".split()
     command = [sys.executable, benchmark.__file__, "--tiny", "--out", str(tmp_path / "gpu.md"), *skip]
     done = subprocess.run(command, capture_output=True, text=True)

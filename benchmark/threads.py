@@ -1,10 +1,14 @@
-"""How long is a step of grpo.py on a busy machine, by how long idle threads spin before they sleep?
+"""Measure how the step time of grpo.py on a busy machine depends on the way its threads wait.
 
-    python benchmark/threads.py          # 10 to 20 minutes; writes benchmark/results/threads.json and prints the table
+    python benchmark/threads.py          (10 to 20 minutes)
 
-torch's threads wait for each other by spinning (libgomp's GOMP_SPINCOUNT, 300,000 turns unless set). Each row runs
-`python grpo.py` beside other processes, each column with another way of waiting, which all processes of the row share.
-A figure is the median of perf/step_seconds from the third step on, of up to 12 steps or what is done in 75 seconds.
+The program writes benchmark/results/threads.json and prints the table of docs/results.md.
+
+torch's threads wait for each other by spinning before they sleep. They spin for 300,000 turns unless libgomp's
+GOMP_SPINCOUNT is set. Each row of the table runs `python grpo.py` beside other processes. Each column uses another way
+of waiting, which all processes of the row share.
+
+A number is the median of perf/step_seconds, without the first two steps. A run ends after 12 steps or 75 seconds.
 """
 
 import json
@@ -28,8 +32,8 @@ WAITS = {
 }
 BUSY_LOOP = [sys.executable, "-c", "while True: pass"]
 TRAINING = [sys.executable, "grpo.py", "--num-steps", "100000", "--eval-prompts", "8", "--eval-every", "100000"]
-SECONDS = 75  # at most, of a training that is measured
-LOADS = {  # the processes beside, and the variables of all and of those beside
+SECONDS = 75  # longest time of a measured training run
+LOADS = {  # {name: (other processes, variables of all processes, variables of the other processes)}
     "alone": ([], {}, {}),
     "alone, OMP_NUM_THREADS=8": ([], {"OMP_NUM_THREADS": "8"}, {}),
     "beside one busy loop": ([BUSY_LOOP], {}, {}),
@@ -40,7 +44,7 @@ LOADS = {  # the processes beside, and the variables of all and of those beside
 
 
 def start(command, folder, variables):
-    """Start a process in a group of its own; what a training writes goes into the folder."""
+    """Start a process in its own process group; a training run writes into the folder."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
     if command is not BUSY_LOOP:
         command = [*command, "--run-dir", str(folder)]
@@ -49,21 +53,21 @@ def start(command, folder, variables):
 
 
 def read_seconds(folder):
-    """The seconds of the steps that are done, but for the first two."""
+    """Return the seconds of all finished steps except the first two."""
     log = folder / "metrics.jsonl"
     lines = log.read_text().splitlines() if log.exists() else []
     return [row["perf/step_seconds"] for row in map(json.loads, lines) if row["step"] > 2]
 
 
 def measure(wait, load):
-    """The median step of a training beside others, and how many steps it is of."""
+    """Return the median step time of a training run beside other processes, and the number of measured steps."""
     others, common, theirs = LOADS[load]
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         own = {"HF_HUB_OFFLINE": "1"} | WAITS[wait] | common
         beside = [start(command, folder / f"other{i}", own | theirs) for i, command in enumerate(others)]
         if others:
-            time.sleep(20)  # until they train
+            time.sleep(20)  # so that the others are training
         training = start(TRAINING, folder / "own", own)
         end = time.time() + SECONDS
         while time.time() < end and len(read_seconds(folder / "own")) < 10:
@@ -87,7 +91,7 @@ def main():
 
 
 def table(rows):
-    """The table of docs/results.md."""
+    """Return the markdown table of docs/results.md."""
     lines = [f"| step of `grpo.py`, seconds | {' | '.join(WAITS)} |", "|---" * (len(WAITS) + 1) + "|"]
     for load, row in rows.items():
         cells = [f"over {SECONDS}" if cell["median"] is None else f"{cell['median']:.2f}" for cell in row.values()]

@@ -1,10 +1,14 @@
-"""What a setting does to learning on the embedded task, over several seeds: the tables of LoRA, precision and sampler.
+"""Measure how a setting changes learning on the bundled task, with several seeds.
 
     python benchmark/variants.py lora|precision|sampler [SEED ...]        (default: 1 2 3 4 5)
 
-Every row is a process of its own with one thread; the table goes to benchmark/results/VARIANT.md.
-`sampler` rounds the weights of the model that samples to 4 (or 3) bits, row by row, and evaluates the policy itself:
-a caricature of bfloat16 and 8-bit samplers, which shows what --sampler-weight-cap is for.
+The program writes its table to benchmark/results/VARIANT.md. Every run is a separate process with one thread.
+
+- `lora` compares training all parameters of grpo.py with training adapters.
+- `precision` compares float32 with bfloat16 in several scripts.
+- `sampler` trains grpo.py with a sampler whose weights are rounded to 4 or 3 bits, with a scale per row. Evaluations
+  use the policy without this rounding. The errors are much larger than those of bfloat16 and 8-bit samplers, to show
+  what --sampler-weight-cap is for.
 """
 
 import copy
@@ -40,7 +44,7 @@ TABLES = {
 
 
 def run_crude(bits, weighted, flags):
-    """Train grpo.py with a sampler whose weights are rounded to bits."""
+    """Train grpo.py with a sampler whose weights are rounded to this number of bits."""
     sys.path.insert(0, str(ROOT))
     from details import parse
 
@@ -55,7 +59,7 @@ def run_crude(bits, weighted, flags):
             weight.data = (weight.data / step).round() * step
         return whole_sample(policy, *rest)
 
-    def evaluate(*inputs):  # the policy itself
+    def evaluate(*inputs):  # uses the policy without rounding
         grpo.sample_completions = whole_sample
         metrics = whole_evaluate(*inputs)
         grpo.sample_completions = sample_completions
@@ -70,7 +74,7 @@ def run_crude(bits, weighted, flags):
 
 
 def metrics_of(program, run_dir):
-    """The lines of metrics.jsonl of a run."""
+    """Run a program; return the lines of its metrics.jsonl."""
     command = [sys.executable, *program, "--run-dir", run_dir]
     environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
     subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -78,12 +82,12 @@ def metrics_of(program, run_dir):
 
 
 def run(command, seed):
-    """Metrics of a run: the first and the last line with an evaluation, and means of some keys over all steps."""
+    """Run a command with a seed; return metrics of the first and last evaluation, and the mean KL of the sampler."""
     script, *flags = command.split()
     program = [str(ROOT / f"{script}.py"), *flags] if script != "crude" else [__file__, "crude", *flags]
     with tempfile.TemporaryDirectory() as folder:
         lines = metrics_of([*program, "--seed", str(seed)], f"{folder}/run")
-        if script == "dpo":  # which does not sample: grpo.py says what its models answer
+        if script == "dpo":  # dpo.py does not sample, so grpo.py evaluates its models
             evaluate = [str(ROOT / "grpo.py"), *flags, "--seed", str(seed), "--num-steps", "0", "--model"]
             models = (str(ROOT / "models" / "tiny"), f"{folder}/run/checkpoint")
             lines = [metrics_of([*evaluate, model], f"{folder}/{i}")[0] for i, model in enumerate(models)]

@@ -157,14 +157,14 @@ def mean_and_std(policy, coefficients):
 
 KL_LINE, SUM_LINE = "kl = (weight * token_kl / lengths.unsqueeze(1)).sum()", "loss = loss + kl_coef * kl"
 EDITS = {
-    "k3, as it is": (KL_LINE, KL_LINE),
+    "k3, unchanged": (KL_LINE, KL_LINE),
     "k2": (KL_LINE, "kl = (weight * ref_log_ratio**2 / 2 / lengths.unsqueeze(1)).sum()"),
     "ratio · k3": (KL_LINE, "kl = (weight * ratio * token_kl / lengths.unsqueeze(1)).sum()"),
     "wrong sign": (SUM_LINE, "loss = loss - kl_coef * kl"),
     "none": (SUM_LINE, "loss = loss + 0 * kl"),
 }
-RUNS = [(0.04, name) for name in ("k3, as it is", "k2", "wrong sign", "none")]
-RUNS += [(0.4, name) for name in ("k3, as it is", "k2", "ratio · k3", "wrong sign")]
+RUNS = [(0.04, name) for name in ("k3, unchanged", "k2", "wrong sign", "none")]
+RUNS += [(0.4, name) for name in ("k3, unchanged", "k2", "ratio · k3", "wrong sign")]
 POLICY_LOSS = inspect.getsource(grpo.policy_loss)
 
 

@@ -1,13 +1,16 @@
-"""Estimate how much memory a script needs on a GPU or a CPU, part by part, from the shape of the model.
+"""Estimate how much memory a script needs on a GPU or a CPU, from the shape of the model.
 
     python tools/memory.py --model Qwen2.5-1.5B --gpu-gb 24
     python tools/memory.py --model path/to/folder --script ppo_rlhf --gradient-checkpointing --microbatch-tokens 4096
     python tools/memory.py --model models/smollm2 --script sft --microbatch-tokens 4096 --cpu-gb 8
     python tools/memory.py --write docs/memory.md
 
-No weights are read. Flags that you do not give have the script's defaults for real models, or those that the model's
-config.json names. A GB is 1e9 bytes. The formulas hold for models built like Llama and Qwen2, if every completion is as
-long as --max-completion-length allows.
+The tool prints the memory of each part in the rollout and in the update. With --gpu-gb or --cpu-gb, it also prints
+whether the run fits. --write only updates the tables of docs/memory.md.
+
+The tool reads no weights. The default of a flag is that in the model's config.json, or else the script's default for
+real models. A GB is 1e9 bytes. The formulas hold for models like Llama and Qwen2, and assume that every completion has
+--max-completion-length tokens.
 """
 
 import argparse
@@ -26,7 +29,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen2Config
 
 NAMES = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads vocab_size".split()
-SHAPES = {  # as published in their config.json; the last says whether the LM head is the embedding
+SHAPES = {  # as published in their config.json; the last value says whether the LM head shares the embedding
     "Qwen2.5-0.5B": (896, 4864, 24, 14, 2, 151936, True),
     "Qwen2.5-1.5B": (1536, 8960, 28, 12, 2, 151936, True),
     "Qwen2.5-3B": (2048, 11008, 36, 16, 2, 151936, True),
@@ -34,10 +37,10 @@ SHAPES = {  # as published in their config.json; the last says whether the LM he
 }
 SMALL = {"SmolLM2-135M": (576, 1536, 30, 9, 3, 49152, True)}  # measured on a CPU
 GPUS = (8, 16, 24, 48, 80, 141)  # GB
-USABLE = 0.94  # of a GPU's GB; the driver reports about 1.07, and its context and gaps between tensors want the rest
+USABLE = 0.94  # of a GPU's GB; the driver reports about 1.07, but its context and gaps between tensors take the rest
 SCRIPTS = ("grpo", "dr_grpo", "dapo", "gspo", "reinforce", "ppo_rlhf", "dpo", "reward_model", "sft")
 SCRIPTS += ("cispo", "grpo_process", "grpo_tools")
-SETTINGS = {  # flags of the scripts that matter here, and what they are where a script lacks them
+SETTINGS = {  # flags that affect memory, with the value for scripts that lack the flag
     "precision": "bfloat16",
     "lora_rank": 0,
     "gradient_checkpointing": False,
@@ -56,7 +59,7 @@ EVAL_SAMPLES = 4
 
 
 def load_config(name):
-    """Return the config of a shape named above, of a folder or config.json, or of a model of the hub."""
+    """Return the config of a shape named above, of a folder or config.json, or of a model on the hub."""
     if name in SHAPES | SMALL:
         *sizes, tied = (SHAPES | SMALL)[name]
         return Qwen2Config(**dict(zip(NAMES, sizes)), tie_word_embeddings=tied)
@@ -64,12 +67,12 @@ def load_config(name):
 
 
 def read_settings(script, config=None, **given):
-    """The settings of a script: those given, those that the model's config.json names, its defaults for real models."""
+    """Return a script's settings: those given, else those of the model's config.json, else the script's defaults."""
     own = {field.name: field.default for field in fields(importlib.import_module(script).Args)}
     unknown = [name for name, value in given.items() if value is not None and name in SETTINGS and name not in own]
     if unknown:
         raise SystemExit(f"{script}.py has no --{unknown[0].replace('_', '-')}")
-    own["precision"] = SETTINGS["precision"]  # that of a GPU, wherever this runs
+    own["precision"] = SETTINGS["precision"]  # the default on a GPU, wherever this runs
     named = getattr(config, "task_defaults", {})
     own |= {name: value for name, value in (named | named.get(script, {})).items() if name in own}
     settings = SETTINGS | {name: value for name, value in own.items() if name in SETTINGS}
@@ -77,7 +80,7 @@ def read_settings(script, config=None, **given):
 
 
 def count_model(config, kind=AutoModelForCausalLM):
-    """The sizes that the formulas below have, and numbers of parameters in the blocks and outside them."""
+    """Return the sizes in the formulas below, and the numbers of parameters inside and outside the blocks."""
     with torch.device("meta"):
         model = kind.from_config(config)
     blocks = [block for block in model.modules() if type(block).__name__ in model._no_split_modules]
@@ -101,7 +104,7 @@ def count_model(config, kind=AutoModelForCausalLM):
 
 
 def count_models(config, script):
-    """The models that a script trains, with their names: PPO a value model, too."""
+    """Return {name: sizes} of the models that a script trains. PPO also trains a value model."""
     scorer = AutoModelForSequenceClassification
     if script == "reward_model":
         return {"reward model": count_model(config, scorer)}
@@ -110,7 +113,7 @@ def count_models(config, script):
 
 
 def weight_bytes(models, settings, ranks):
-    """Bytes of what is there all the time, and of gradients, which are there during the update only."""
+    """Return {part: bytes} of what stays in memory, and the bytes of the gradients, which only the update has."""
     inside = 2 if settings.precision == "bfloat16" else 4
     rows, gradients = {}, 0
     for name, model in models.items():
@@ -129,12 +132,12 @@ def weight_bytes(models, settings, ranks):
 
 
 def is_sharded(settings, ranks):
-    """Is all of the policy sharded? On one GPU FSDP has what computes in another dtype than it is trained in."""
+    """Return whether FSDP holds the whole policy. On one GPU it does if trained weights compute in another dtype."""
     return ranks > 1 or (settings.precision == "bfloat16" and not settings.lora_rank)
 
 
 def gathered_bytes(model, settings, ranks):
-    """Bytes of the policy's weights as they are gathered for a rollout, on every rank."""
+    """Return the bytes, on every rank, of the policy's weights as they are gathered for a rollout."""
     inside = 2 if settings.precision == "bfloat16" else 4
     whole = inside * model.blocks + 4 * model.root if is_sharded(settings, ranks) else 0
     adapters = inside * settings.lora_rank * model.adapters if settings.precision == "bfloat16" or ranks > 1 else 0
@@ -142,18 +145,18 @@ def gathered_bytes(model, settings, ranks):
 
 
 def kept_per_token(model, settings):
-    """Bytes that a block keeps of a token for its backward pass, and further ones while that is at work."""
+    """Return the bytes per token that a block keeps for its backward pass, and the temporary ones of that pass."""
     size, rank = (2 if settings.precision == "bfloat16" else 4), settings.lora_rank
     mlp = 4 * size * model.inner  # gate, its SiLU, up, their product
     attention = size * (2 * model.queries + 2 * model.keys) + 4 * model.heads  # query, key, value, output; log-sum
-    # Each norm keeps its input in float32, what it made of it, where its weight is trained, and its output.
+    # Each norm keeps its input in float32, its output, and if its weight is trained, the normalised input.
     norms = 2 * (4 * model.hidden + size * (1 if rank else 2) * model.hidden + 4)
     thin = 7 * size * rank
     return mlp + attention + norms + thin, size * (2 * model.inner + model.hidden)
 
 
 def update_bytes(models, settings, ranks):
-    """Bytes of activations that a microbatch keeps, and of what works on them when they are most."""
+    """Return the bytes of activations that a microbatch keeps, and the most bytes of temporary tensors."""
     row = settings.max_prompt_length + settings.max_completion_length
     tokens = max(settings.microbatch_tokens, 2 * row if settings.script == "dpo" else row)
     size, kept, work = (2 if settings.precision == "bfloat16" else 4), 0, []
@@ -164,13 +167,13 @@ def update_bytes(models, settings, ranks):
         inputs = 4 * model.hidden * (model.layers - 1) + size * model.hidden  # of blocks; the first has the embedding's
         kept += tokens * (inputs if settings.gradient_checkpointing else model.layers * whole)
         gradient = 0 if settings.lora_rank else 4 * model.embedding
-        # Of logits, their softmax, and what makes the entropy of it.
+        # A chunk of logits, its softmax, and the temporary tensors of the entropy.
         chunk = min(CHUNK, 4 * tokens * model.vocab)
         head = gradient + max(gradient + 3 * chunk, 4 * chunk) if name == "policy" else gradient
         work.append(gathered + head + 16 * tokens * model.hidden)
-        # Gradients outside the blocks as they are computed, on their way between ranks, and as they arrive.
+        # Gradients outside the blocks: as computed, while they are sent between ranks, and as received.
         work.append(0 if settings.lora_rank else 3 * gathered)
-        # The block's weights and gradients as it computes with them, and the gradients in float32.
+        # The block's weights and gradients in the dtype that it computes in, and the gradients in float32.
         block = (2 * size + 4) * model.blocks / model.layers if sharded else 0
         again = whole if settings.gradient_checkpointing else 0
         work.append(gathered + gradient + block + tokens * (again + more + 4 * model.hidden))
@@ -178,7 +181,7 @@ def update_bytes(models, settings, ranks):
 
 
 def rollout_bytes(model, settings, ranks):
-    """Bytes of the key-value cache of the rows decoded at once, and of what works on it when that is most."""
+    """Return the bytes of the key-value cache of the rows decoded at once, and the most bytes of temporary tensors."""
     size = 2 if settings.precision == "bfloat16" else 4
     cap = settings.rollout_batch_size or 10**9
     prompts, held_out = settings.prompts_per_step // ranks, settings.eval_prompts // ranks
@@ -186,8 +189,8 @@ def rollout_bytes(model, settings, ranks):
     width = settings.max_prompt_length + settings.max_completion_length
     cache = 2 * size * model.keys * model.layers * rows * width
     logits = 4 * rows * model.vocab
-    # The keys of a layer are copied to make room for one more; a draw has logits, probabilities, and these and their
-    # sums in float64.
+    # The keys of a layer are copied to make room for one more token. To draw a token, sampling holds the logits, the
+    # probabilities, and the probabilities and their sums in float64.
     decoding = max(cache / model.layers / 2 + logits, 6 * logits) + 6 * 8 * rows * width  # ids, masks and positions
     read = settings.max_prompt_length * max(min(cap // settings.group_size, prompts), min(cap, held_out))
     prefill = read * (3 * size * model.inner + (size + 8) * model.hidden)
@@ -195,7 +198,7 @@ def rollout_bytes(model, settings, ranks):
 
 
 def account(config, settings, ranks=1, models=None):
-    """Rows of (part, bytes in the rollout, bytes in the update), the last of which is their sum, the peak."""
+    """Return rows (part, bytes in the rollout, bytes in the update). The last row is their sum, the peak."""
     models = models or count_models(config, settings.script)
     weights, gradients = weight_bytes(models, settings, ranks)
     rows = [("process", PROCESS, PROCESS)] if settings.cpu else []
@@ -206,14 +209,14 @@ def account(config, settings, ranks=1, models=None):
         rows += [("weights gathered", gathered_bytes(models["policy"], settings, ranks), 0)]
         rows += [("key-value cache", cache, 0), ("decoding", decoding, 0)]
     kept, work = update_bytes(models, settings, ranks)
-    rows += [("activations kept", 0, kept), ("head or block at work", 0, work)]
+    rows += [("activations kept", 0, kept), ("temporary tensors of one layer or the LM head", 0, work)]
     if not settings.prompts_per_step:
         rows = [(name, 0, update) for name, _, update in rows]
     return [*rows, ("peak", sum(row[1] for row in rows), sum(row[2] for row in rows))]
 
 
 def find_fit(config, settings, gpu_gb, ranks=1, models=None):
-    """The settings with which the peak fits, of a ladder from all of the model to adapters; None if none does."""
+    """Return the first settings whose peak fits, tried from all weights to adapters, or None if none fits."""
     models = models or count_models(config, settings.script)
     regimes = [{}] + [{"kl_coef": 0.0}] * bool(settings.kl_coef) + [{"lora_rank": 8}] * (not settings.lora_rank)
     updates = [{}] + [{"gradient_checkpointing": True}] * (not settings.gradient_checkpointing)
@@ -234,15 +237,15 @@ def find_fit(config, settings, gpu_gb, ranks=1, models=None):
 
 
 def as_flags(settings, before):
-    """The flags that make settings of what they were before."""
+    """Return the flags that change the settings before into these."""
     changed = {name: value for name, value in vars(settings).items() if value != getattr(before, name)}
     order = ("lora_rank", "kl_coef", "gradient_checkpointing", "microbatch_tokens", "rollout_batch_size")
     words = [(name, "" if changed[name] is True else f" {changed[name]:g}") for name in order if name in changed]
-    return " ".join(f"--{name.replace('_', '-')}{value}" for name, value in words) or "as it is"
+    return " ".join(f"--{name.replace('_', '-')}{value}" for name, value in words) or "defaults"
 
 
 def table(header, rows):
-    """A markdown table."""
+    """Return a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
@@ -252,7 +255,7 @@ def in_gb(bytes_):
 
 
 def parts_table(script, **settings):
-    """The parts of all shapes with the same settings; a part that one phase alone has names it."""
+    """Return a table of the parts of all shapes, and name the phase of parts that only one phase has."""
     columns, parts = [], {}
     for name in SHAPES:
         rows = account(load_config(name), read_settings(script, **settings))
@@ -266,7 +269,7 @@ def parts_table(script, **settings):
 
 
 def flags_table(script):
-    """What to add to a script's flags, by shape and GPU."""
+    """Return a table of the flags to add to a script, by shape and GPU."""
     settings, rows = read_settings(script), []
     for name in SHAPES:
         config = load_config(name)
@@ -276,11 +279,11 @@ def flags_table(script):
     text = table([f"`{script}.py`", *(f"{gpu} GB" for gpu in GPUS)], rows)
     for flag in ("--gradient-checkpointing", "--microbatch-tokens", "--rollout-batch-size"):
         text = text.replace(flag, flag[:3])
-    return text.replace("`as it is`", "as it is")
+    return text.replace("`defaults`", "defaults")
 
 
 def read_measured():
-    """Rows of benchmark/memory_cpu.py: settings, bytes by the formulas, and what was measured."""
+    """Yield (settings, bytes by the formulas, measured row) of benchmark/memory_cpu.py."""
     config, path = load_config(*SMALL), Path(__file__).resolve().parents[1] / "benchmark/results/memory_cpu.json"
     for row in json.loads(path.read_text()):
         settings = read_settings("grpo", **row["settings"])
@@ -289,7 +292,7 @@ def read_measured():
 
 
 def measured_table():
-    """Rows of benchmark/memory_cpu.py beside the formulas."""
+    """Return a table of the formulas and the measurements of benchmark/memory_cpu.py."""
     names, rows = ("microbatch_tokens", "gradient_checkpointing", "lora_rank"), []
     for settings, formula, row in read_measured():
         flags = [f"--{name.replace('_', '-')} {getattr(settings, name)}" for name in names if getattr(settings, name)]
@@ -299,7 +302,7 @@ def measured_table():
 
 
 def write_page(path):
-    """Put the tables into docs/memory.md, each between the comment that names it and the next."""
+    """Write the tables into docs/memory.md, each between the comment with its name and the next comment."""
     tables = {f"flags of {script}": flags_table(script) for script in ("grpo", "ppo_rlhf", "dpo")}
     tables["parts of grpo"] = parts_table("grpo", gradient_checkpointing=True)
     tables["parts with adapters"] = parts_table("grpo", gradient_checkpointing=True, lora_rank=8)
@@ -313,13 +316,13 @@ def write_page(path):
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="Qwen2.5-0.5B", help=f"{', '.join(SHAPES | SMALL)}, a folder or hub name")
+    parser.add_argument("--model", default="Qwen2.5-0.5B", help=f"{', '.join(SHAPES | SMALL)}, a folder, or a hub name")
     parser.add_argument("--script", default="grpo", choices=SCRIPTS)
     parser.add_argument(
         "--ranks", type=int, default=1, help="number of GPUs over which torchrun shards the model (default: 1)"
     )
     parser.add_argument(
-        "--gpu-gb", type=float, help="memory of a GPU: say whether the run fits, and if not, which flags help"
+        "--gpu-gb", type=float, help="memory of a GPU: print whether the run fits, and if not, which flags help"
     )
     parser.add_argument("--cpu-gb", type=float, help="the same for the memory of a CPU")
     parser.add_argument("--write", metavar="PAGE", help="only write the tables of docs/memory.md")
@@ -328,7 +331,7 @@ def parse_args():
         if value is False:
             parser.add_argument(flag, action="store_true", default=None)
         else:
-            parser.add_argument(flag, type=type(value), help="as in the script (default: that of the script)")
+            parser.add_argument(flag, type=type(value), help="as in the script (default: the script's)")
     return parser.parse_args()
 
 
@@ -338,7 +341,7 @@ def main(args):
     config = load_config(args.model)
     given = {name: getattr(args, name) for name in SETTINGS}
     if args.cpu_gb:
-        given["precision"] = given["precision"] or "float32"  # the larger one
+        given["precision"] = given["precision"] or "float32"  # which takes more memory than bfloat16
     settings = read_settings(args.script, config, **given)
     settings.cpu = args.cpu_gb is not None
     models = count_models(config, args.script)
@@ -350,8 +353,8 @@ def main(args):
         peak, fit = max(rows[-1][1:]), find_fit(config, settings, gb, args.ranks, models)
         answer = "fits" if peak <= USABLE * gb * 1e9 else "does not fit"
         other = "shorter completions" if settings.cpu else "more GPUs, or shorter completions"
-        remedy = as_flags(fit, settings) if fit else f"no flags of this script, but {other}"
-        print(f"{answer} in {gb:g} GB" + ("" if answer == "fits" else f"; this would fit: {remedy}"))
+        remedy = f"this would fit: {as_flags(fit, settings)}" if fit else f"no flags of this script help: use {other}"
+        print(f"{answer} in {gb:g} GB" + ("" if answer == "fits" else f"; {remedy}"))
     whole, state = models["policy"].blocks + models["policy"].root, 4 if settings.lora_rank else 12
     print(f"host memory at the start: {in_gb(4 * whole * args.ranks)} GB, because each rank reads the whole model")
     print(f"disk: {in_gb((4 + state) * whole)} GB per run, {in_gb((4 + 2 * state) * whole)} GB while it saves")
