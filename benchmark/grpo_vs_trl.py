@@ -4,6 +4,7 @@
     python benchmark/grpo_vs_trl.py
     python benchmark/grpo_vs_trl.py --size real --out benchmark/results/grpo_vs_trl_real.json
     python benchmark/grpo_vs_trl.py --size curves --out benchmark/results/grpo_vs_trl_curves.json
+    python benchmark/grpo_vs_trl.py --size learning --out benchmark/results/grpo_vs_trl_learning.json
 
 The program prints a line per process and a table. It writes every step to benchmark/results/grpo_vs_trl.json, or to the
 file that --out names.
@@ -20,7 +21,8 @@ step is one rollout with its two optimizer steps. The first step of a process is
 "real" and "curves" start from a model of 135 million parameters that was trained on the format of its answers. The
 first command that `python benchmark/real_model.py --runs sft --seeds 1 --show` prints makes this model. "real" measures
 it in float32 and in bfloat16. "curves" trains both sides for 20 steps and draws docs/pictures/grpo_vs_trl.png. It runs
-both seeds of a side at the same time, each with half of the threads.
+both seeds of a side at the same time, each with half of the threads. "learning" trains the bundled model for 20 steps
+with five seeds and evaluates the result of both sides on the held-out prompts.
 """
 
 import contextlib
@@ -45,7 +47,7 @@ from typing import Literal
 ROOT = Path(__file__).resolve().parent.parent
 
 SIZES = {
-    "embedded": {
+    "bundled": {
         "prompts_per_step": 16,
         "group_size": 8,
         "max_prompt_length": 32,
@@ -89,24 +91,25 @@ REAL = {
     "steps": 2,
 }
 SIZES |= {"real float32": REAL, "real bfloat16": REAL | {"precision": "bfloat16"}}
+SIZES |= {"learning": SIZES["bundled"] | {"repeats": 5, "steps": 19, "eval_prompts": 512}}
 SIZES |= {"curves": REAL | {"precision": "bfloat16", "repeats": 2, "steps": 19}}
-CHOICES = {"both": ["embedded", "large"], "real": ["real float32", "real bfloat16"]}
+CHOICES = {"both": ["bundled", "large"], "real": ["real float32", "real bfloat16"]}
 CLIP_EPS, KL_COEF, MAX_GRAD_NORM = 0.2, 0.04, 1.0
 VOCAB_SIZE, STOP_RATE = 32_000, 1 / 40  # of the large model
 
 
 @dataclass
 class Args:
-    size: Literal["embedded", "large", "both", "real", "curves"] = "both"
-    """embedded: models/tiny; large: random, 58 M parameters; both: these two; real, curves: trained, 135 M"""
+    size: Literal["bundled", "large", "both", "real", "curves", "learning"] = "both"
+    """bundled, learning: models/tiny; large: random, 58 M parameters; both: both; real, curves: trained, 135 M"""
     repeats: int | None = None
-    """processes per side (embedded, real: 3; large: 5; curves: 2)"""
+    """processes per side (bundled, real: 3; large, learning: 5; curves: 2)"""
     steps: int | None = None
-    """timed steps per process (embedded: 10; large: 1; real: 2; curves: 19)"""
+    """timed steps per process (bundled: 10; large: 1; real: 2; curves, learning: 19)"""
     threads: int = os.cpu_count()
     """threads of each side"""
     trl_batch_size: int | None = None
-    """TRL's per_device_train_batch_size (embedded: 64; large: 8; real, curves: 16)"""
+    """TRL's per_device_train_batch_size (bundled, learning: 64; large: 8; real, curves: 16)"""
     out: str = str(ROOT / "benchmark" / "results" / "grpo_vs_trl.json")
     """file for the results"""
 
@@ -185,7 +188,8 @@ def run_ours(job):
     names = "prompts_per_step group_size max_prompt_length max_completion_length minibatch_size microbatch_tokens"
     names = f"{names} learning_rate warmup_steps".split()
     run_dir = Path(job["folder"]) / f"run_{job['seed']}"
-    grpo.save = lambda *_: None  # the peak must not include saving
+    if "eval_prompts" not in settings:
+        grpo.save = lambda *_: None  # the peak must not include saving
     grpo.main(
         grpo.Args(
             **{name: settings[name] for name in names},
@@ -214,7 +218,7 @@ def run_ours(job):
                 "reward_mean": line["reward/mean"],
             }
         )
-    return steps, peak_gib()
+    return steps, peak_gib(), run_dir / "checkpoint"
 
 
 def run_trl(job):
@@ -318,7 +322,30 @@ def run_trl(job):
         assert step.pop("optimizer_steps") == updates_per_step
         step["update"] = step.pop("end") - step.pop("start") - step["rollout"]
     peak = [step.pop("peak") for step in steps]
-    return steps, peak[-1]
+    folder = Path(job["folder"], "trained")
+    if "eval_prompts" in settings:
+        trainer.save_model(str(folder))
+    return steps, peak[-1], folder
+
+
+def evaluate(job, model):
+    """Return the metrics of grpo.py's evaluation of a trained model on held-out prompts."""
+    settings, run_dir = job["settings"], Path(job["folder"], "evaluation")
+    names = ("max_prompt_length", "max_completion_length", "eval_prompts")
+    grpo = load_grpo(job["size"])
+    grpo.main(
+        grpo.Args(
+            **{name: settings[name] for name in names},
+            model=str(model),
+            dataset=job["dataset"],
+            system_prompt=settings.get("system_prompt", ""),
+            precision="float32",
+            num_steps=0,
+            run_dir=str(run_dir),
+            seed=job["seed"],
+        )
+    )
+    return json.loads((run_dir / "metrics.jsonl").read_text())
 
 
 def peak_gib():
@@ -335,8 +362,10 @@ def run_child(job):
             make_large(Path(job["folder"]))
             result = {}
         else:
-            steps, peak = {"ours": run_ours, "trl": run_trl}[job["side"]](job)
+            steps, peak, model = {"ours": run_ours, "trl": run_trl}[job["side"]](job)
             result = {"peak_gib": peak, "threads": torch.get_num_threads(), "steps": steps}
+            if "eval_prompts" in job["settings"]:
+                result |= evaluate(job, model)
     print(json.dumps(result))
 
 

@@ -1,9 +1,9 @@
-"""Fill the tables of docs/kl.md: estimators of the KL divergence and their gradients, exactly, and runs with them.
+"""Compute the tables of docs/kl.md: estimators of the KL divergence, their exact gradients, and runs with them.
 
-    python docs/kl.py            its tables, in half a minute
-    python docs/kl.py --train    the runs that it shows, too, a few minutes each; they go to benchmark/results/kl.md
+    python docs/kl.py            write the tables (half a minute)
+    python docs/kl.py --train    first train the runs again (a few minutes each) and write benchmark/results/kl.md
 
-The expectations are sums over every completion of a tiny model in float64; nothing is sampled.
+The expectations are exact sums over all completions of a tiny model in float64. Nothing is sampled.
 """
 
 import contextlib
@@ -28,10 +28,10 @@ import grpo
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, RESULTS = ROOT / "docs" / "kl.md", ROOT / "benchmark" / "results" / "kl.md"
 VOCAB_SIZE, STOP_ID, PROMPT = 5, 1, [2, 3]
-SIZES = 0.002, 0.02, 0.2  # standard deviations of the noise that makes the reference of the policy's weights
+SIZES = 0.002, 0.02, 0.2  # standard deviations of the noise that is added to the policy's weights to make the reference
 
 
-# ---- the estimators, of log-probabilities of sampled tokens
+# ---- the estimators, as functions of the log-probabilities of sampled tokens
 
 
 def k1(logprobs, ref_logprobs):
@@ -51,13 +51,13 @@ def ratio_k3(logprobs, ref_logprobs):
 
 
 def in_loss(estimator, logprobs, ref_logprobs):
-    """Derivative of the estimator to the log-probability of each token (N, T), the samples being fixed."""
+    """Return the derivative of the estimator by each token's log-probability (N, T), for fixed samples."""
     logprobs = logprobs.detach().requires_grad_()
     return torch.autograd.grad(estimator(logprobs, ref_logprobs).sum(), logprobs)[0]
 
 
 def to_go(values):
-    """Sum over this and all later tokens (N, T)."""
+    """Return the sum over this and all later tokens (N, T)."""
     return values.flip(1).cumsum(1).flip(1)
 
 
@@ -65,7 +65,7 @@ def to_go(values):
 
 
 def complete(max_length, prefix=()):
-    """Every completion: any id may be sampled, up to the stop id or the greatest length."""
+    """Yield every completion of any ids that ends with the stop id or at the maximum length."""
     for token in range(VOCAB_SIZE):
         completion = [*prefix, token]
         is_whole = token == STOP_ID or len(completion) == max_length
@@ -73,7 +73,7 @@ def complete(max_length, prefix=()):
 
 
 def enumerate_policy(max_length=3):
-    """A random policy, its N completions, their probabilities, and the gradient of every token's log-probability."""
+    """Return a random policy, its N completions, their probabilities, and the gradients of all log-probabilities."""
     model = build_model("llama", vocab_size=VOCAB_SIZE)
     ids, mask = pad_right(list(complete(max_length)), max_length)  # (N, T)
     policy = SimpleNamespace(model=model, ids=ids, mask=mask, lengths=mask.sum(1, keepdim=True))
@@ -88,7 +88,7 @@ def enumerate_policy(max_length=3):
 
 
 def token_logprobs(policy, model):
-    """Log-probabilities of the completions' tokens (N, T), 0 where masked, and of every id in their place (N, T, V)."""
+    """Return the log-probabilities of the completions' tokens (N, T), masked to 0, and of all ids (N, T, V)."""
     ids = torch.cat([torch.tensor([PROMPT] * len(policy.ids)), policy.ids], 1)
     distributions = model(ids).logits.log_softmax(-1)[:, len(PROMPT) - 1 : -1]
     return distributions.gather(2, policy.ids.unsqueeze(2)).squeeze(2) * policy.mask, distributions
@@ -100,7 +100,7 @@ def gradient(policy, objective):
 
 
 def make_ref(size, seed=2):
-    """The policy's weights and noise."""
+    """Return a reference model: the policy's weights plus noise."""
     model, generator = build_model("llama", vocab_size=VOCAB_SIZE), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -109,7 +109,7 @@ def make_ref(size, seed=2):
 
 
 def compare(policy, size):
-    """The KL divergence of whole completions from such a reference, its gradients, and what every estimator gives."""
+    """Return the KL divergence of completions from a reference with this noise, its gradients, and all estimates."""
     logprobs, (ref_logprobs, ref_distributions) = policy.logprobs.detach(), token_logprobs(policy, make_ref(size))
     kl = (policy.probabilities * k1(policy.logprobs, ref_logprobs).sum(1)).sum()
     p, q = policy.distributions, ref_distributions
@@ -141,19 +141,19 @@ def compare(policy, size):
 
 
 def moments(policy, values):
-    """Mean and standard deviation of one sample (N, 1)."""
+    """Return the mean and standard deviation of one sample (N, 1)."""
     mean = policy.sampled @ values
     return mean.item(), (policy.sampled @ (values - mean) ** 2).sqrt().item()
 
 
 def mean_and_std(policy, coefficients):
-    """Mean over completions of Σₜ coefficientₜ ∇log π(yₜ), and its standard deviation: root of its total variance."""
+    """Return the mean over completions of Σₜ coefficientₜ ∇log π(yₜ), and the square root of its total variance."""
     gradients = ((coefficients * policy.mask).unsqueeze(2) * policy.jacobian).sum(1)  # (N, P)
     mean = policy.sampled @ gradients
     return mean, (policy.sampled @ ((gradients - mean) ** 2).sum(1)).sqrt().item()
 
 
-# ---- the same in training: runs of grpo.py with one line of policy_loss changed
+# ---- training: runs of grpo.py with one changed line of policy_loss
 
 KL_LINE, SUM_LINE = "kl = (weight * token_kl / lengths.unsqueeze(1)).sum()", "loss = loss + kl_coef * kl"
 EDITS = {
@@ -176,7 +176,7 @@ def edit_policy_loss(old, new):
 
 
 def train(runs=RUNS, path=RESULTS, **settings):
-    """Write the table of runs, a line when each ends."""
+    """Train the runs and write their table, one line at the end of each run."""
     head = "`python docs/kl.py --train`, seed 1. Accuracy and pass@1 are at the end, the others means over "
     head += "the last five steps.\n\n| `--kl-coef` | KL term | greedy accuracy | pass@1 | `policy/ref_kl` "
     head += "| nats per completion | length |\n|---|---|---|---|---|---|---|\n"
@@ -208,7 +208,7 @@ def distance(policy_gradient, target, scale):
 
 
 def gradient_rows(found):
-    """A line for every estimator, of its expected gradient against the two true ones."""
+    """Yield a line for each estimator that compares its expected gradient with the two true ones."""
     for (where, name, coefficient), (mean, std) in found.rows.items():
         size = (mean.norm() / found.gradient.norm()).item()
         cosine = (mean @ found.gradient / (mean.norm() * found.gradient.norm())).item()
@@ -218,7 +218,7 @@ def gradient_rows(found):
 
 
 def size_row(size, found):
-    """A line of the table of distances."""
+    """Return a line of the table of distances."""
     by_name = {key[:2]: mean for key, (mean, _) in found.rows.items()}
     errors = [by_name[key] for key in (("reward", "k1"), ("loss", "k2"), ("loss", "k3"))]
     left = [by_name["reward", name] for name in ("k2", "k3")]
@@ -230,7 +230,7 @@ def size_row(size, found):
 
 
 def fill(page):
-    """The page with the rows of its tables computed anew, and KL(π ‖ π_ref) of the first."""
+    """Return the page with the rows of its tables computed again."""
     policy = enumerate_policy()
     found = {size: compare(policy, size) for size in SIZES}
     far = found[SIZES[-1]]

@@ -1,4 +1,7 @@
-"""Write docs/models.md, which architectures train, from the table in tests/test_models.py."""
+"""Write docs/models.md, the list of architectures that train: python docs/models.py
+
+The architectures come from the table in tests/test_models.py.
+"""
 
 import sys
 from pathlib import Path

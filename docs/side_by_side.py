@@ -1,9 +1,8 @@
-"""Write docs/side_by_side.md: tables of all scripts, and each hunk by which an online script differs from grpo.py, with
-its reason.
+"""Write docs/side_by_side.md: tables of all scripts, and the diffs of the online scripts against grpo.py.
 
     python docs/side_by_side.py
 
-The comparison leaves out docstrings and help texts.
+The page gives a reason for each hunk. The diffs leave out docstrings and help texts.
 """
 
 import ast
@@ -132,7 +131,7 @@ NOTES = {
 
 
 def code_lines(script):
-    """Return [(enclosing function or class, line)] of the code above the line, without docstrings and help texts."""
+    """Return [(enclosing function or class, line)] for the code above the line, without docstrings and help texts."""
     source = (ROOT / f"{script}.py").read_text(encoding="utf-8").partition("# ---- below")[0]
     tree, owners, texts = ast.parse(source), {}, set()
     for node in tree.body:
@@ -147,7 +146,7 @@ def code_lines(script):
 
 
 def code_hunks(script):
-    """Return [(where, diff lines)] of the code of a script against that of grpo.py, with one line of context."""
+    """Return [(where, diff lines)] for the code of a script against grpo.py, with one line of context."""
     before, after = code_lines("grpo"), code_lines(script)
     matcher = difflib.SequenceMatcher(None, [line for _, line in before], [line for _, line in after], autojunk=False)
     hunks = []
@@ -236,7 +235,7 @@ one completion per prompt."""
 
 
 def updates_per_rollout(script):
-    """Return the optimizer steps per rollout with a script's default settings, for the bundled and for a real model."""
+    """Return the optimizer steps per rollout with a script's defaults, for the bundled model and for a real one."""
     named = json.loads((ROOT / "models" / "tiny" / "config.json").read_text(encoding="utf-8"))["task_defaults"]
     real = vars(importlib.import_module(script).Args())
     found = []

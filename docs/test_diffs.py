@@ -1,4 +1,4 @@
-"""A sibling's diff against grpo.py stays small, and the page that explains it is up to date."""
+"""Tests that each script's diff against grpo.py stays small, and that the page with the diffs is up to date."""
 
 import subprocess
 
@@ -6,10 +6,10 @@ import pytest
 import side_by_side
 from sync_copies import MARKER, ROOT
 
-# Above the line: {script: lines added, lines removed} at most; an alarm, not a goal.
+# {script: (maximum lines added, maximum lines removed)} above the line. These are alarms, not goals.
 BUDGETS = {"dr_grpo": (40, 50), "gspo": (41, 57), "dapo": (105, 63), "reinforce": (54, 104)}
 BUDGETS |= {"cispo": (34, 52), "grpo_process": (113, 30), "grpo_tools": (130, 51)}
-# PPO trains a second model against a third; a reward model reads scores, DPO has a reference.
+# PPO also has a value model and a reward model. DPO has a reference model, and the reward model returns scores.
 MORE_BUDGETS = {("grpo", "ppo_rlhf"): (250, 98), ("reward_model", "dpo"): (92, 52)}
 ALL_BUDGETS = {("grpo", script): budget for script, budget in BUDGETS.items()} | MORE_BUDGETS
 

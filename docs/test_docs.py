@@ -1,4 +1,4 @@
-"""What the pages name exists: links and anchors, commands and their flags, functions, metrics; all in one order."""
+"""Tests that the links, commands, flags, functions and metrics on the pages exist, and that pages have one order."""
 
 import dataclasses
 import importlib
@@ -18,7 +18,7 @@ PAGES = {str(page.relative_to(ROOT)): page.read_text() for page in sorted(PAGES)
 HEADINGS = ["Quick facts", "The idea", "The objective", "The loop", "The default run", "Details that matter"]
 HEADINGS += ["Departures from the paper", "Flags", "References"]
 LIMITS = {"README.md": 150, "CONTRIBUTING.md": 100}
-# Flags of torchrun, pip, pytest and git that the pages use.
+# Flags of torchrun, pip, pytest and git on the pages.
 FOREIGN = {"nproc-per-node", "nnodes", "rdzv-endpoint", "shutdown-timeout", "standalone", "help", "quiet", "durations"}
 FLAGS = {
     name: {field.name.replace("_", "-") for field in dataclasses.fields(importlib.import_module(name).Args)}
@@ -26,12 +26,12 @@ FLAGS = {
 }
 SOURCES = {name: (ROOT / f"{name}.py").read_text() for name in SCRIPTS}
 EVERYTHING = "\n".join(path.read_text() for folder in (".", "*") for path in ROOT.glob(f"{folder}/*.py"))
-EVERYTHING += "\n".join(path.name for path in (ROOT / "tests").iterdir()) + "nan_to_num"  # which is not to be used
+EVERYTHING += "\n".join(path.name for path in (ROOT / "tests").iterdir()) + "nan_to_num"  # which a page forbids
 GROUPS = "(eval|policy|rollout|reward|loss|optim|pair|value|score|perf)/"
 METRICS = [found[0] for found in re.findall(rf'"({GROUPS}[^"]+)"', "".join(SOURCES.values()))]
 METRICS = "|".join(re.sub(r"\\{.*?\\}", r"[\\w@]+", re.escape(metric)) for metric in {*METRICS})
 
-# Files that a reader or a command makes.
+# Files that the reader or a command creates.
 MADE = re.compile(r"^runs/|(^|/)(test_)?my_|[*<]|SCRIPT|NAME|VARIANT|grpo_vs_trl.json$|elsewhere")
 GENERATED = ("docs/models.md", "docs/side_by_side.md")
 
@@ -39,7 +39,7 @@ each_page = pytest.mark.parametrize("page", PAGES)
 
 
 def prose(text):
-    """Without blocks of code: fenced ones, and those that are indented after an empty line."""
+    """Return the text without blocks of code, which are fenced or indented after an empty line."""
     text = re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
     return re.sub(r"(?<=\n\n)(?:    .*\n|\n(?=    ))+", "", text)
 
@@ -49,7 +49,7 @@ def inline_code(page):
 
 
 def commands(page):
-    """Every mention of a script that is called, whole lines of code or words between backticks."""
+    """Return all commands on a page that call a script, in blocks of code or between backticks."""
     text = re.sub(r"\\\n\s*", " ", PAGES[page])
     lines = [line for line in text.splitlines() if line.startswith("    ")] + inline_code(page)
     lines += [line for block in re.findall(r"^```.*?\n(.*?)^```", text, re.S | re.M) for line in block.splitlines()]
@@ -58,13 +58,13 @@ def commands(page):
 
 
 def slug(heading):
-    """The anchor that GitHub makes of a heading."""
+    """Return GitHub's anchor for a heading."""
     plain = re.sub(r"[`*]|\[([^]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
     return re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
 
 
 def flags_of(path):
-    """The flags of a Python file of the repository, long ones without dashes, or None where it takes none."""
+    """Return the long flags of a Python file of the repository, without their leading dashes."""
     name = Path(path).stem
     if name in FLAGS:
         return FLAGS[name]
@@ -72,7 +72,7 @@ def flags_of(path):
     declared = {found.replace("_", "-") for found in re.findall(r"^    (\w+): ", source, re.M)}
     declared |= set(re.findall(r'"--([a-z][\w-]*)"', source))
     declared |= FLAGS["grpo"] if re.search(r"\b(grpo|script)\.parse_args\(\)", source) else set()
-    if name in ("memory", "sample"):  # which take some of the scripts' flags
+    if name in ("memory", "sample"):  # they take some of the scripts' flags
         declared |= {setting.replace("_", "-") for setting in importlib.import_module(f"tools.{name}").SETTINGS}
     return declared
 
@@ -103,10 +103,10 @@ def test_commands_are_of_files_that_exist_with_flags_that_they_have(page):
             assert given - FOREIGN <= flags_of(files[0]), command
 
 
-@pytest.mark.parametrize("page", sorted({*PAGES} - {"CHANGELOG.md"}))  # which names those that are gone
+@pytest.mark.parametrize("page", sorted({*PAGES} - {"CHANGELOG.md"}))  # which names removed flags
 def test_flags_that_are_named_exist(page):
     known = set().union(FOREIGN, *FLAGS.values(), *(flags_of(path) for path in TOOLS))
-    known |= {"g", "m", "r"} if page == "docs/memory.md" else set()  # which it explains
+    known |= {"g", "m", "r"} if page == "docs/memory.md" else set()  # the page explains these short forms
     for code in inline_code(page):
         if not re.search(r"\.(py|sh)\b", code):
             assert {flag for flag in re.findall(r"(?<!\S)--([a-z][\w-]*)", code)} <= known, code
@@ -125,7 +125,7 @@ def test_files_that_are_named_exist(page):
 
 @pytest.mark.parametrize("page", sorted({*PAGES} - {"CHANGELOG.md", "docs/models.md"}))
 def test_functions_arguments_and_metrics_that_are_named_exist(page):
-    """Between backticks: on the page of a script what this has, on others what any file has."""
+    """Names between backticks must be in the script of the page, or in any file if the page is not a script's."""
     source = SOURCES.get(Path(page).stem, EVERYTHING)
     for code in inline_code(page):
         if re.fullmatch(r"[a-z]+(_[a-z0-9]+)+(\(\))?", code):
@@ -153,7 +153,7 @@ def test_pages_have_no_marks_left_and_no_line_that_is_too_long(page):
 
 
 def shown_as(number, text):
-    """Whether a text is this number, rounded to the digits that it has."""
+    """Return whether a text is this number, rounded to the digits of the text."""
     return abs(number - float(text)) <= 0.5001 * 10.0 ** -len(text.partition(".")[2])
 
 
@@ -161,7 +161,7 @@ def test_tables_of_the_results_are_those_of_the_measurements():
     page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     results = {
         name: json.loads((ROOT / "benchmark" / "results" / f"{name}.json").read_text())
-        for name in ("grpo_seeds", "grpo_vs_trl_embedded", "grpo_vs_trl_large", "grpo_vs_trl_real")
+        for name in ("grpo_seeds", "grpo_vs_trl_bundled", "grpo_vs_trl_large", "grpo_vs_trl_real")
     }
     seeds = [
         [run[key] for key in ("seed", "before", "after", "pass@1 before", "pass@1 after", "training seconds")]

@@ -1,4 +1,4 @@
-"""What docs/fork.md shows is true: its diffs apply to grpo.py, its forks train, and its test knows a wrong loss."""
+"""Tests of docs/fork.md: its diffs apply to grpo.py, its forks train, and its test fails on a wrong loss."""
 
 import http.server
 import importlib
@@ -24,13 +24,13 @@ import grpo
 PAGE = (ROOT / "docs" / "fork.md").read_text(encoding="utf-8")
 DIFFS = dict(re.findall(r"^```diff\n--- (\w+)\.py\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
 [SERVICE, TEST] = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-# Edits of one line: entropies with a gradient, and the median absolute deviation in place of the standard deviation.
+# One-line edits: entropies with a gradient, and the median absolute deviation instead of the standard deviation.
 [(DETACHED, ATTACHED)] = re.findall(r"^    (entropies = .*)\n    (entropies = .*)\n", PAGE, re.MULTILINE)
 [DEVIATION] = re.findall(r"^    (std = .*)\n", PAGE, re.MULTILINE)
 COPY = "    cp grpo.py {0}.py\n    sed -n '/^--- {0}.py/,/^```$/p' docs/fork.md | git apply -p0\n"
 SIZES = {"prompts_per_step": 4, "group_size": 4, "minibatch_size": 8, "warmup_steps": 0, "learning_rate": 4e-4}
 TWO_GROUPS = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 0.0]), 3
-WRONG = {  # mistakes in the loss of my_cispo.py: what is replaced by what
+WRONG = {  # {mistake in the loss of my_cispo.py: (old text, new text)}
     "the gradient goes through the ratio": ("ratio.detach().clamp", "ratio.clamp"),
     "no cap": (".clamp(max=1 + clip_eps)", ""),
     "a bound below": (".clamp(max=1 + clip_eps)", ".clamp(1 - clip_eps, 1 + clip_eps)"),
@@ -43,7 +43,7 @@ WRONG = {  # mistakes in the loss of my_cispo.py: what is replaced by what
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """grpo.py of now and the forks that the page's own commands make of it, beside the bundled model."""
+    """Make a folder with the current grpo.py, the bundled model, and the forks that the page's commands create."""
     folder = tmp_path_factory.mktemp("forks")
     for name in ("docs", "models", "data"):
         (folder / name).symlink_to(ROOT / name)
@@ -56,14 +56,14 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def forks(folder):
-    """{name: module} of the forks."""
+    """Import the forks as {name: module}."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
         yield {name: importlib.import_module(name) for name in DIFFS}
 
 
 def train(fork, folder, **settings):
-    """A run of two steps of two minibatches: its metrics, samples, and the divisors and tokens of its rollouts."""
+    """Train for two steps of two minibatches; return metrics, samples, and the rollouts' divisors and tokens."""
     with pytest.MonkeyPatch.context() as patch:
         calls = record(patch, fork, "accumulate_gradients")
         fork.main(parse(fork, run_dir=folder, num_steps=2, eval_prompts=4, seed=3, **SIZES | settings))
@@ -76,7 +76,7 @@ def train(fork, folder, **settings):
 
 
 def failures(fork):
-    """The names of the page's tests, and those of them that this module fails where the page has its fork."""
+    """Return the names of the page's tests, and of those that fail if this module replaces the page's fork."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "my_cispo", fork)
         names = {}
@@ -104,11 +104,11 @@ def test_the_length_penalty_is_what_the_page_says(forks, tmp_path):
     right = [(text, reward) for text, reward in found if reward]
     assert right and len(right) < len(found) and divisors == (8,) * 4
     assert [reward for _, reward in right] == pytest.approx([0.5 ** (len(text) / 1000) for text, _ in right])
-    assert lines[0]["eval/reward"] < lines[0]["eval/accuracy"]  # which counts is_right
+    assert lines[0]["eval/reward"] < lines[0]["eval/accuracy"]  # accuracy counts is_right
 
 
 def test_advantages_are_centred_on_the_median(forks, folder, tmp_path):
-    """Of groups of five: many values, two right, three right, all equal; of four it is the lower of the middle two."""
+    """The groups of five have many values, two right, three right, or all equal. Of four, the lower median counts."""
     fork, rewards = forks["my_median"], tensor([0.1, 0.2, 0.9, 0.4, 0.3, 1, 0, 0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 1, 1])
     centred = tensor([-0.2, -0.1, 0.6, 0.1, 0.0, 1, 0, 0, 0, 1, 0, 0, -1, -1, 0, 0, 0, 0, 0, 0])
     stds = tensor([0.097**0.5, 0.3**0.5, 0.3**0.5, 0.0]).repeat_interleave(5)  # 0.388 / 4, and 1.2 / 4
@@ -119,7 +119,7 @@ def test_advantages_are_centred_on_the_median(forks, folder, tmp_path):
         re.sub(r"(?m)^    std = .*$", f"    {DEVIATION}", source), encoding="utf-8"
     )
     by_deviation = load_module(tmp_path / "by_deviation.py").compute_advantages(rewards, 5)
-    deviations = tensor([0.1, 0.0, 0.0, 0.0]).repeat_interleave(5)  # of 0.2, 0.1, 0.6, 0.1 and 0 the median is 0.1
+    deviations = tensor([0.1, 0.0, 0.0, 0.0]).repeat_interleave(5)  # the median of 0.2, 0.1, 0.6, 0.1 and 0 is 0.1
     torch.testing.assert_close(by_deviation, centred / (deviations + 1e-4), rtol=1e-12, atol=1e-12)
     train(fork, tmp_path / "run", group_size=5, minibatch_size=10, kl_coef=0.0)
 
@@ -129,7 +129,7 @@ def test_advantages_are_centred_on_the_median(forks, folder, tmp_path):
 
 @pytest.fixture
 def server():
-    """A local HTTP server whose reward is the length of the completion, and which can be told to misbehave."""
+    """Run a local HTTP server whose reward is the length of the completion, and which can fail on request."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.troubles, server.answers_left, server.together = [], math.inf, threading.Barrier(1)
     server.asked, server.over, server.lock = [], threading.Event(), threading.Lock()
@@ -156,7 +156,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if trouble == "status":
             self.send_error(503)
         elif trouble == "silence":
-            server.given_up_on = server.over.wait(30)  # false if the client still waits
+            server.given_up_on = server.over.wait(30)  # False if the client still waits
         elif trouble is None:
             server.together.wait(20)
             reward = json.dumps({"reward": len(row["completion"])}).encode()
@@ -171,7 +171,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def service(server, tmp_path, monkeypatch):
-    """The page's my_service.py, which asks that server and hardly pauses."""
+    """Import the page's my_service.py with the address of that server and short pauses."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     (tmp_path / "my_service.py").write_text(SERVICE, encoding="utf-8")
     module = load_module(tmp_path / "my_service.py")
@@ -180,7 +180,7 @@ def service(server, tmp_path, monkeypatch):
 
 
 def test_requests_run_in_parallel_keep_their_order_and_are_repeated(service, server):
-    """The server first answers only when it has four requests at a time; then three fail once, each in another way."""
+    """First the server waits for four requests at a time. Then three requests fail once, each in another way."""
     completions, rows = ["x" * i for i in range(8)], [{"prompt": f"p{i}", "answer": str(i), "x": i} for i in range(8)]
     server.together = threading.Barrier(4)
     assert service.score_completions(completions, rows) == [*range(8)]
@@ -197,7 +197,7 @@ def test_the_last_attempt_raises_whatever_the_failure_is(service, server):
     with pytest.raises(urllib.error.HTTPError, match="503"):
         service.score_completions(["x"], [{"prompt": "p", "answer": None}])
     assert not server.troubles
-    service.URL = "http://127.0.0.1:9/reward"  # where nobody listens
+    service.URL = "http://127.0.0.1:9/reward"  # no server listens there
     with pytest.raises(urllib.error.URLError):
         service.score_completions(["x"], [{"prompt": "p", "answer": None}])
 
@@ -251,7 +251,7 @@ def test_the_test_of_the_page_passes_on_its_fork_and_fails_on_grpo(forks):
 
 @pytest.mark.usefixtures("alone")
 def test_entropies_have_the_gradient_of_plain_logits_in_the_fork_and_none_in_grpo(forks, folder, tmp_path):
-    """Of rows of advantage 0, without KL term: what is left is the bonus."""
+    """With advantages of 0 and without a KL term, only the bonus is left."""
     fork, model = forks["my_entropy"], build_model("llama")
     batch = make_batch(model)
     batch["advantages"], rows = torch.zeros_like(batch["advantages"]), torch.arange(8)
@@ -267,7 +267,7 @@ def test_entropies_have_the_gradient_of_plain_logits_in_the_fork_and_none_in_grp
     metrics = fork.accumulate_gradients(fork.LogprobModel(model), batch, rows, 8, True, args)
     gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
     assert relative_error(-gradient, 0.3 * torch.cat([part.flatten() for part in exact])) < 1e-9
-    # Without the edit of the one line nothing fails and the bonus has no effect.
+    # Without the one-line edit, nothing fails, but the bonus has no effect.
     source = (folder / "my_entropy.py").read_text(encoding="utf-8")
     assert source.count(ATTACHED) == 1 and (ROOT / "grpo.py").read_text(encoding="utf-8").count(DETACHED) == 1
     (tmp_path / "detached.py").write_text(source.replace(ATTACHED, DETACHED), encoding="utf-8")

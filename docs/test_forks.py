@@ -1,4 +1,4 @@
-"""What docs/forks/ shows is true: its diffs apply to the scripts, its forks train, and wrong losses are known."""
+"""Tests of docs/forks/: its diffs apply to the scripts, its forks train, and wrong losses fail."""
 
 import importlib
 import itertools
@@ -22,7 +22,7 @@ SCRIPTS = {"maxrl": grpo, "dppo": grpo, "opd": grpo, "ipo": dpo, "simpo": dpo}
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs" / "forks").glob("*.md"))}
 INTRODUCTION = (ROOT / "docs" / "fork.md").read_text(encoding="utf-8")
 COPY = "    cp {1}.py my_{0}.py\n    sed -n '/^--- my_{0}.py/,/^```$/p' docs/forks/{0}.md | git apply -p0\n"
-ONE_LINE = {  # {fork of one line: (what is replaced in grpo.py, by what)}
+ONE_LINE = {  # {one-line fork: (old text in grpo.py, new text)}
     name: (old, new)
     for name, old, new in re.findall(r"^- \*\*(.+?)\*\*.*\n +`(.+)`\n +becomes `(.+)`", INTRODUCTION, re.M)
 }
@@ -41,7 +41,7 @@ def model(rows):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The scripts of now and the forks that the pages' own commands make of them, beside the embedded models."""
+    """Make a folder with the current scripts, the bundled models, and the forks that the pages' commands create."""
     folder = tmp_path_factory.mktemp("forks")
     for name in ("docs", "models", "data"):
         (folder / name).symlink_to(ROOT / name)
@@ -55,30 +55,30 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def forks(folder):
-    """{name: module} of the forks."""
+    """Import the forks as {name: module}."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
         yield {name: importlib.import_module(f"my_{name}") for name in SCRIPTS}
 
 
-# ---- losses by hand and exact gradients; what is not asked for fails on the wrong versions below
+# ---- losses by hand and exact gradients; each check must fail on the wrong versions below
 
 
 def check_maxrl(fork, model, rows):
-    """One right of four, three, none and all; over all groups of three it is log p to the order two."""
+    """The groups of four have one, three, none and all right. Over all groups of three, it is log p to second order."""
     rewards = tensor([1, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1, 1])
     expected = tensor([3, -1, -1, -1, 1 / 3, 1 / 3, 1 / 3, -1, 0, 0, 0, 0, 0, 0, 0, 0])
     torch.testing.assert_close(fork.compute_advantages(rewards, 4), expected, rtol=1e-12, atol=1e-12)
     right = rows["rewards"] == 1
-    p = (rows["probabilities"] * right).view(2, -1).sum(1)  # of two prompts
+    p = (rows["probabilities"] * right).view(2, -1).sum(1)  # (2,), per prompt
     exact = gradient_of(model, -((1 - p) + (1 - p) ** 2 / 2).sum())
     groups = tensor([*itertools.product([0, 1], repeat=3)])  # (8, 3)
-    own = fork.compute_advantages(groups.flatten(), 3).view(8, 3)[:, 0]  # (8,), of the first of a group
+    own = fork.compute_advantages(groups.flatten(), 3).view(8, 3)[:, 0]  # (8,), of the first in each group
     others = groups[:, 1:].sum(1)
     p = p.detach().unsqueeze(1)
-    chances = p**others * (1 - p) ** (2 - others)  # (2, 8), of the two others
+    chances = p**others * (1 - p) ** (2 - others)  # (2, 8), the probability of the two others
     mean = [(chances * own)[:, groups[:, 0] == kind].sum(1).repeat_interleave(len(right) // 2) for kind in (0, 1)]
-    # The loss is linear in advantages; times their lengths, since it is a mean over each completion.
+    # The loss is linear in advantages. Multiply by the lengths, because it is a mean over each completion.
     advantages = torch.where(right, mean[1], mean[0]) * rows["probabilities"].detach() * rows["lengths"]
     logprobs, _ = fork.token_logprobs(model, *rows["inputs"], TEMPERATURE)
     loss, _ = fork.policy_loss(logprobs, logprobs.detach(), None, advantages, rows["mask"], 0.2, 0.0)
@@ -86,7 +86,7 @@ def check_maxrl(fork, model, rows):
 
 
 def check_dppo(fork, model, rows):
-    """Of six tokens that moved the third goes back, the fifth by little; the second and the fourth are outside."""
+    """The second and fourth of six tokens are outside. The third and sixth moved back, and the fifth only a little."""
     new = tensor([[0.3, 0.5, 0.3, 0.9], [0.3, 0.005, 0.6, 0.9]])
     old = tensor([[0.2, 0.2, 0.6, 0.1], [0.5, 0.010, 0.3, 0.1]])  # the last column is padding
     mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 0]])
@@ -97,7 +97,7 @@ def check_dppo(fork, model, rows):
     expected = tensor([[-2 * 1.5, 0.0, -2 * 0.5, 0.0], [0.0, 0.5, 2.0, 0.0]]) / 3
     torch.testing.assert_close(logprobs.grad, expected, rtol=1e-12, atol=1e-15)
     assert [metrics[f"policy/clip_fraction_{side}"].item() for side in ("low", "high")] == [1, 1]
-    # Where nothing has moved it is the gradient of the expected reward, each completion's over its length.
+    # If nothing has moved, it is the gradient of the expected reward, divided by each completion's length.
     logprobs, _ = fork.token_logprobs(model, *rows["inputs"], TEMPERATURE)
     advantages = rows["advantages"] * rows["probabilities"].detach()
     loss, _ = fork.policy_loss(logprobs, logprobs.detach(), None, advantages, rows["mask"], 0.15, 0.0)
@@ -106,7 +106,7 @@ def check_dppo(fork, model, rows):
 
 
 def check_opd(fork, model, rows):
-    """Ratios 1.5, 0.5 and 2; over all completions it is the reverse KL of every prefix that the student writes."""
+    """The ratios are 1.5, 0.5 and 2. Over all completions, it is the reverse KL after each prefix of the student."""
     logprobs, mask = tensor([[-1.0, -2.0, -9.0], [-3.0, -9.0, -9.0]]), torch.tensor([[1, 1, 0], [1, 0, 0]])
     advantages = fork.compute_advantages(logprobs, tensor([[-0.5, -4.0, math.nan], [-1.0, math.inf, 0.0]]), mask)
     assert advantages.tolist() == [[0.5, -2.0, 0.0], [2.0, 0.0, 0.0]]
@@ -122,7 +122,7 @@ def check_opd(fork, model, rows):
         teachers = torch.cat([next_logprobs(teacher, row) for row in zip(*rows["inputs"])])  # (N, V)
     logprobs, _ = fork.token_logprobs(model, *rows["inputs"], TEMPERATURE)
     students = torch.cat([next_logprobs(model, row) for row in zip(*rows["inputs"])])
-    chances = rows["probabilities"].detach().unsqueeze(1)  # of whole completions, and so, summed, of prefixes
+    chances = rows["probabilities"].detach().unsqueeze(1)  # of whole completions; their sums are those of prefixes
     each = chances.expand_as(rows["mask"])[rows["mask"].bool()]  # (N,)
     exact = gradient_of(model, (each * (students.exp() * (students - teachers)).sum(1)).sum())
     advantages = chances * fork.compute_advantages(logprobs.detach(), teacher_logprobs, rows["mask"])
@@ -131,7 +131,7 @@ def check_opd(fork, model, rows):
 
 
 def next_logprobs(model, row):
-    """The distribution before each token of a completion (n, V), from plain logits."""
+    """Return the distribution before each token of a completion (n, V), from plain logits."""
     prompt_ids, prompt_mask, completion_ids, completion_mask = row
     prompt = prompt_ids[prompt_mask.bool()]
     ids = torch.cat([prompt, completion_ids[completion_mask.bool()]]).unsqueeze(0)
@@ -139,7 +139,7 @@ def next_logprobs(model, row):
 
 
 def results_of(fork, inputs, *settings):
-    """Loss, and the gradients of the chosen and the rejected."""
+    """Return the loss, the gradients by the chosen and the rejected log-probabilities, and the metrics."""
     inputs = [value.clone() for value in inputs]
     for value in inputs[:2]:
         value.requires_grad_()
@@ -149,7 +149,7 @@ def results_of(fork, inputs, *settings):
 
 
 def check_ipo(fork, *_):
-    """Margins of 1 and -3 nats, which should be 2 (-2 where labels are swapped), and the numbers of DPO's authors."""
+    """Margins are 1 and -3 nats; their target is 2, or -2 if labels are swapped. Then come DPO's authors' numbers."""
     inputs = [tensor(x) for x in ([-3.0, -5.0], [-4.0, -4.0], [-4.0, -4.0], [-4.0, -6.0])]
     for smoothing in (0.0, 0.1):
         loss, chosen, rejected, _ = results_of(fork, inputs, 0.25, smoothing)
@@ -167,7 +167,7 @@ def check_ipo(fork, *_):
 
 
 def check_simpo(fork, *_):
-    """Means of -1 and -4 nats a token, and of -4 and -0.5: margins of 6 and -7 at a beta of 2."""
+    """Means per token are -1 and -4 nats, and -4 and -0.5 nats. With a beta of 2, the margins are 6 and -7."""
     logprobs = [tensor([-3.0, -8.0]), tensor([-4.0, -2.0])]
     lengths = torch.tensor([[3, 2], [1, 4]])
     for refs in ([tensor([0.0, 0.0])] * 2, [tensor([-7.0, 1.0]), tensor([2.0, -3.0])]):
@@ -182,7 +182,7 @@ def check_simpo(fork, *_):
 CHECKS = {name: globals()[f"check_{name}"] for name in SCRIPTS}
 KL = "teacher_logprobs - logprobs, 0.0)"
 MOVED = "advantages.sign() * moved"
-WRONG = {  # {fork: {mistake in its loss: (what is replaced, by what)}}
+WRONG = {  # {fork: {mistake in its loss: (old text, new text)}}
     "maxrl": {
         "over the deviation": ("mean.clamp(min=1e-4)", "groups.std(1, keepdim=True)"),
         "not divided": (" / mean.clamp(min=1e-4)", ""),
@@ -258,7 +258,7 @@ def test_the_script_that_is_forked_has_another_loss(name, model, rows):
 
 
 def train(fork, folder, *names, **settings):
-    """A run of two steps: its metrics, and the calls of some functions."""
+    """Train for two steps; return the metrics, and the calls of the named functions."""
     with pytest.MonkeyPatch.context() as patch:
         calls = [record(patch, fork, name) for name in names]
         fork.main(parse(fork, run_dir=folder, num_steps=2, eval_prompts=4, minibatch_size=8, seed=3, **settings))
@@ -290,7 +290,7 @@ def test_the_student_learns_from_the_teacher_and_counts_tokens(forks, tmp_path):
         assert update[1]["old_logprobs"] is own
     tokens = [given[1]["completion_mask"][given[2]].sum().item() for given, _ in calls]
     assert [given[3] for given, _ in calls] == tokens and len(calls) == 4
-    assert all(line["loss/policy"] > 0 for line in lines[1:])  # at ratio 1 an estimate of the reverse KL
+    assert all(line["loss/policy"] > 0 for line in lines[1:])  # with a ratio of 1, it estimates the reverse KL
     assert not any("clip" in key or "ref_kl" in key for key in lines[-1])
 
 
@@ -301,7 +301,7 @@ def test_forks_of_dpo_train(name, forks, tmp_path):
     names = "pair_logprobs", "preference_loss"
     lines, passes, losses = train(forks[name], tmp_path / "run", *names, dataset=dataset)
     assert all("pair/chosen_log_ratio" in line for line in lines[1:]) and "eval/pair_loss" in lines[-1]
-    if name == "simpo":  # which is told the lengths: of each microbatch, and of all held-out pairs at once
+    if name == "simpo":  # it gets the lengths of each microbatch, and of all held-out pairs at once
         with_gradient = [logprobs.requires_grad for _, (logprobs, *_) in passes]
         found = [part["completion_mask"].sum(2).T for (_, part), _ in passes]
         given = [torch.stack([*inputs[4]]) for inputs, _ in losses]
@@ -343,12 +343,12 @@ def test_tables_and_what_is_said_of_them_are_those_of_the_csv():
             assert any(abs(value - float(number)) < rounding for value in known), (name, number)
 
 
-# ---- forks of one line, in fork.md
+# ---- one-line forks, in fork.md
 
 
 @pytest.fixture(scope="module", params=["SAPO", "IcePop", "REINFORCE++"])
 def short_fork(request, tmp_path_factory):
-    """The name, and the module of grpo.py with the line that fork.md names."""
+    """Return the name, and grpo.py with the line of fork.md as a module."""
     old, new = ONE_LINE[request.param]
     source = (ROOT / "grpo.py").read_text(encoding="utf-8")
     assert source.count(old) == 1 and len(ONE_LINE) == 3
@@ -358,7 +358,7 @@ def short_fork(request, tmp_path_factory):
 
 
 def check_short(name, script):
-    """By hand: soft gates at ratios 1.5 and 0.5; weights of 0.4, 0.6, 1.8 and 3; two groups of four."""
+    """Check by hand: soft gates at ratios of 1.5 and 0.5; weights of 0.4, 0.6, 1.8 and 3; two groups of four."""
     if name == "REINFORCE++":
         found = script.compute_advantages(tensor([1, 0, 0, 0, 1, 1, 0, 0]), 4)
         centred = tensor([0.75, -0.25, -0.25, -0.25, 0.5, 0.5, -0.5, -0.5])

@@ -1,6 +1,7 @@
-"""Run one program in a box and write the values of calls of it: the child process of code_reward.py.
+"""Run one program in a sandbox and write the values of calls of its functions: the child process of code_reward.py.
 
-Job and values are JSON, on stdin and stdout. Before the program runs stderr says "shut in"; or why not, and none runs.
+It reads the job from stdin and writes the values to stdout, both as JSON. Before the program runs, it writes to stderr
+that the sandbox is ready. If the sandbox cannot be created, it writes the reason instead and does not run the program.
 """
 
 import ctypes
@@ -12,7 +13,7 @@ import sys
 from contextlib import suppress
 from glob import glob
 
-# What namespaces and limits do not cover, or should not have to: name, number on x86-64, number on aarch64.
+# System calls to refuse, because namespaces and limits may not stop them: name, number on x86-64, number on aarch64.
 CALLS = """socket 41 198, execve 59 221, execveat 322 281, memfd_create 319 279, shmget 29 194, msgget 68 186
 semget 64 190, socketpair 53 199, mq_open 240 180, kill 62 129, tkill 200 130, tgkill 234 131, rt_sigqueueinfo 129 138
 rt_tgsigqueueinfo 297 240, pidfd_open 434 434, ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271
@@ -23,13 +24,13 @@ NUMBERS = {words[0]: int(words[COLUMN]) for words in map(str.split, CALLS.replac
 
 
 def system(name, *args):
-    """Call a function of the C library; if it fails, say which and why."""
+    """Call a function of the C library. If it fails, raise an error with its name and the reason."""
     if getattr(ctypes.CDLL(None, use_errno=True), name)(*args) < 0:
         raise OSError(f"{name}: {os.strerror(ctypes.get_errno())}")
 
 
 def enter_box():
-    """Move to a root in memory, 16 MB and 256 files, with the libraries read-only; the host's root is unmounted."""
+    """Move to a root in memory (16 MB, 256 files) with read-only libraries, and unmount the host's root."""
     os.umask(0)
     system("mount", b"none", b"/proc", b"tmpfs", 0xE, b"size=16m,nr_inodes=256")  # MS_NOSUID, NODEV, NOEXEC
     folders = {"/lib", "/lib64", "/usr/lib", "/usr/lib64", os.path.realpath(f"{os.__file__}/../..")}
@@ -38,17 +39,17 @@ def enter_box():
         system("mount", folder.encode(), f"/proc/box{folder}".encode(), None, 0x5000, None)  # MS_BIND, REC
         below = 0x8000, struct.pack("4Q", 7, 0, 0, 0), 32  # AT_RECURSIVE: RDONLY, NOSUID, NODEV
         system("syscall", 442, -100, f"/proc/box{folder}".encode(), *below)  # mount_setattr
-        for packages in glob(f"/proc/box{folder}/python3*/*-packages"):  # may bring data sets
+        for packages in glob(f"/proc/box{folder}/python3*/*-packages"):  # hide them: they may contain data sets
             system("mount", b"none", packages.encode(), b"tmpfs", 0xF, None)
     os.chdir("/proc")
     system("syscall", NUMBERS["pivot_root"], b".", b".")
     system("umount2", b".", 2)  # MNT_DETACH
-    os.chroot("/box")  # below the root of the mounts the kernel gives no user namespace
+    os.chroot("/box")  # after chroot, the kernel refuses to create a user namespace
     os.chdir("/")
 
 
 def drop_rights(nobody, seconds, memory):
-    """Set the limits; give up the user, where that is root, and capabilities; have system calls refused."""
+    """Set the limits, give up root and all capabilities, and have the kernel refuse the system calls above."""
     limits = {"CPU": seconds, "AS": memory, "FSIZE": 2**20, "NOFILE": 64, "NPROC": 0, "MEMLOCK": 0, "SIGPENDING": 0}
     for name, most in limits.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
@@ -56,11 +57,11 @@ def drop_rights(nobody, seconds, memory):
         os.setgroups([])
         os.setresgid(nobody, nobody, nobody)
         os.setresuid(nobody, nobody, nobody)
-    open(os.__file__).close()  # it must still be able to import
-    system("prctl", 1, 9)  # PR_SET_PDEATHSIG, SIGKILL: dies with its parent
+    open(os.__file__).close()  # fail here if this user cannot read the standard library
+    system("prctl", 1, 9)  # PR_SET_PDEATHSIG, SIGKILL: die with the parent
     system("capset", struct.pack("Ii", 0x20080522, 0), bytes(24))
     system("prctl", 38, *map(ctypes.c_ulong, (1, 0, 0, 0)))  # PR_SET_NO_NEW_PRIVS
-    end = len(NUMBERS) + 5  # of the filter, which fails: for these calls, another machine's, and x32's from 2**30
+    end = len(NUMBERS) + 5  # the rule that refuses: calls above, calls of another machine, and x32's (from 2**30)
     rules = [(0x20, 0, 0, 4), (0x15, 0, end - 2, MACHINE), (0x20, 0, 0, 0), (0x35, end - 4, 0, 2**30)]
     rules += [(0x15, end - 5 - place, 0, number) for place, number in enumerate(NUMBERS.values())]
     rules += [(0x06, 0, 0, 0x7FFF0000), (0x06, 0, 0, 0x50001)]  # allow, EPERM
@@ -72,11 +73,11 @@ if __name__ == "__main__":
     values, nothing = os.dup(1), os.open("/dev/null", os.O_RDWR)
     program, calls, box, nobody, seconds, memory = json.load(sys.stdin)
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # where memory ends, it ends before the training does
+        file.write("1000")  # if memory runs out, the system kills this process before the training
     if box:
         enter_box()
     drop_rights(nobody, seconds, memory)
-    os.write(2, b"shut in\n")  # nothing that the program does can be taken for a box that fails
+    os.write(2, b"sandbox is ready\n")  # from here on, a failure is the program's and not the sandbox's
     for descriptor in (0, 1, 2):
         os.dup2(nothing, descriptor)
     os.environ.clear()

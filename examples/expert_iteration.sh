@@ -1,5 +1,5 @@
 #!/bin/sh
-# Expert iteration: sample, keep what is right, fine-tune on it, and again (STaR, RAFT).
+# Expert iteration: sample completions, keep the right ones, fine-tune on them, and repeat (STaR, RAFT).
 #
 #     sh examples/expert_iteration.sh [SEED]        (default: 1)
 #
@@ -7,17 +7,17 @@
 # Dong et al., "RAFT: Reward rAnked FineTuning for Generative Foundation Model Alignment" (2023),
 # https://arxiv.org/abs/2304.06767v4
 #
-# A round: SAMPLES completions of each of the first PROMPTS training prompts by the newest model; of a prompt's distinct
-# right ones at most PER_PROMPT; EPOCHS passes of sft.py over them. With START=last training goes on from the newest
-# model, as in RAFT, with START=first it begins each time from the first one, as in STaR. Not done: STaR's hints for
-# prompts without a right completion; RAFT's choice of the best by a reward model.
+# In each round, the newest model writes SAMPLES completions for each of the first PROMPTS training prompts. At most
+# PER_PROMPT distinct right completions of each prompt are kept, and sft.py trains on them for EPOCHS epochs. With
+# START=last it trains the newest model, as in RAFT. With START=first it trains the first model in every round, as in
+# STaR. Left out: STaR's hints for prompts without a right completion, and RAFT's selection by a reward model.
 #
 # Every setting is an environment variable. On a real model:
 #
 #     MODEL=Qwen/Qwen2.5-0.5B-Instruct DATASET=openai/gsm8k:main SFT="--learning-rate 1e-5 --warmup-steps 10" \
 #         sh examples/expert_iteration.sh
 #
-# It stops at the first failure. Called again, it goes on from there: what is finished stays, in the folder RUNS.
+# It stops at the first failure and keeps finished stages in the folder RUNS. Call it again to continue from there.
 set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)
 seed=${1:-1}
@@ -26,7 +26,7 @@ seed=${1:-1}
 : "${EVAL_PROMPTS:=256}" "${MINIBATCH:=64}" "${SFT:=--learning-rate 3e-4 --warmup-steps 4}" "${SAMPLE:=}"
 mkdir -p "$RUNS"
 
-# run FOLDER SCRIPT FLAGS...: a run that was stopped goes on from its last save, and begins anew if it has none
+# run FOLDER SCRIPT FLAGS...: start a run; resume a stopped run from its last save, or restart it if it has none
 run() {
     folder=$RUNS/$1 script=$root/$2
     shift 2
@@ -41,7 +41,7 @@ run() {
     touch "$folder/done"
 }
 
-evaluate() { # evaluate ROUND MODEL: greedy accuracy and pass@1
+evaluate() { # evaluate ROUND MODEL: measure greedy accuracy and pass@1
     run "eval_$1" grpo.py --model "$2" --dataset "$DATASET" --eval-prompts "$EVAL_PROMPTS" $SAMPLE \
         --num-steps 0 --kl-coef 0 --seed "$seed"
 }
@@ -66,7 +66,7 @@ while [ "$round" -lt "$ROUNDS" ]; do
     evaluate "$round" "$newest"
 done
 
-show() { # show LABEL METRICS: a row of the table
+show() { # show LABEL METRICS: print a row of the table
     found=$(echo "$2" | sed 's/.*"eval\/accuracy": \([^,]*\), "eval\/pass@1": \([^,]*\),.*/\1 \2/')
     LC_ALL=C printf '%5s   %.3f   %.3f\n' "$1" $found
 }

@@ -1,14 +1,15 @@
-"""The rewards of R1-Zero: a weighted sum of accuracy and format, both by rules, from a base model (here of grpo.py).
-
-DeepSeek-AI, "DeepSeek-R1: Incentivizing Reasoning Capability in LLMs via Reinforcement Learning" (2025), section 2.2.2
-https://arxiv.org/abs/2501.12948v1, which gives no weights.
-
-A completion has the format if it is one thought between <think> and </think>, and then something else. Both parts are
-printed beside the reward for every rollout and every greedy evaluation; eval/accuracy and pass@k count is_right alone.
+"""Train grpo.py with the rewards of R1-Zero: a weighted sum of accuracy and format, both checked by rules.
 
     python examples/format_reward.py
     python examples/format_reward.py --model Qwen/Qwen2.5-0.5B --dataset openai/gsm8k:main --system-prompt \
         "Think between <think> and </think>, and then put your final answer within \\boxed{}."
+
+It takes the flags of grpo.py. A completion has the format if it is one thought between <think> and </think>, followed
+by something else. The script prints accuracy, format and reward for every rollout and every greedy evaluation, as means
+over its completions. eval/accuracy and pass@k only count is_right.
+
+DeepSeek-AI, "DeepSeek-R1: Incentivizing Reasoning Capability in LLMs via Reinforcement Learning" (2025), section 2.2.2
+https://arxiv.org/abs/2501.12948v1. The paper starts from a base model and gives no weights.
 """
 
 import re
@@ -25,12 +26,12 @@ FORMAT = re.compile(r"\s*<think>(?:(?!</?think>).)+</think>(?:(?!</?think>).)*\S
 
 
 def has_format(completion):
-    """Is this one thought, between tags, and then an answer?"""
+    """Return whether a completion is one thought between tags, followed by an answer."""
     return FORMAT.fullmatch(completion) is not None
 
 
 def score_completions(completions, rows, accuracy_weight=0.8, format_weight=0.2):
-    """Rewards of completions; prints the means of both parts (of this process's share) and of their weighted sum."""
+    """Return the rewards, and print the means of accuracy, format and reward over this process's completions."""
     right = [grpo.is_right(completion, row["answer"]) for completion, row in zip(completions, rows)]
     formatted = [has_format(completion) for completion in completions]
     rewards = [accuracy_weight * one + format_weight * other for one, other in zip(right, formatted)]

@@ -1,22 +1,22 @@
 #!/bin/sh
-# Iterative GRPO: rounds of grpo.py, each from the last one's checkpoint, which so becomes the reference.
+# Iterative GRPO: rounds of grpo.py. Each round starts from the last round's checkpoint, which becomes its reference.
 #
 #     sh examples/iterative_grpo.sh [SEED]                  (default: 1)
-#     ROUNDS=1 STEPS=30 RUNS=runs/fixed__1 sh examples/iterative_grpo.sh 1        the same, the reference fixed
+#     ROUNDS=1 STEPS=30 RUNS=runs/fixed__1 sh examples/iterative_grpo.sh 1        with a fixed reference
 #
 # Shao et al., "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models" (2024), algorithm 1,
 # https://arxiv.org/abs/2402.03300v3
 #
-# The KL penalty then holds the policy near what it was at the beginning of the round, not near the initial model. Each
-# round has a seed of its own, and so its own prompts. AdamW's moments and the warm-up begin anew with a round, where
-# the paper is silent. Not done: the paper also trains its reward model further in each iteration; here a rule rewards.
+# The KL penalty holds the policy near its state at the start of the round, not near the initial model. Each round has
+# its own seed, and so its own prompts. Each round restarts AdamW's moments and the warm-up; the paper does not say
+# whether it does. Left out: the paper also trains its reward model in each iteration; here a rule gives the reward.
 #
-# Every setting is an environment variable; GRPO is for flags of grpo.py. On a real model:
+# Every setting is an environment variable; GRPO holds flags of grpo.py. On a real model:
 #
 #     MODEL=Qwen/Qwen2.5-0.5B-Instruct DATASET=openai/gsm8k:main STEPS=100 GRPO="--kl-coef 0.04" \
 #         sh examples/iterative_grpo.sh
 #
-# It stops at the first failure. Called again, it goes on from there: what is finished stays, in the folder RUNS.
+# It stops at the first failure and keeps finished stages in the folder RUNS. Call it again to continue from there.
 set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)
 seed=${1:-1}
@@ -24,7 +24,7 @@ seed=${1:-1}
 : "${ROUNDS:=3}" "${STEPS:=10}" "${EVAL_PROMPTS:=128}" "${GRPO:=--kl-coef 2 --warmup-steps 2}"
 mkdir -p "$RUNS"
 
-# run FOLDER SCRIPT FLAGS...: a run that was stopped goes on from its last save, and begins anew if it has none
+# run FOLDER SCRIPT FLAGS...: start a run; resume a stopped run from its last save, or restart it if it has none
 run() {
     folder=$RUNS/$1 script=$root/$2
     shift 2
@@ -47,7 +47,7 @@ while [ "$round" -lt "$ROUNDS" ]; do
     newest=$RUNS/round_$round/checkpoint
 done
 
-show() { # show LABEL METRICS: a row of the table
+show() { # show LABEL METRICS: print a row of the table
     found=$(echo "$2" | sed 's/.*"eval\/accuracy": \([^,]*\), "eval\/pass@1": \([^,]*\),.*/\1 \2/')
     LC_ALL=C printf '%5s   %.3f   %.3f\n' "$1" $found
 }

@@ -1,22 +1,22 @@
 #!/bin/sh
-# Online DPO: sample, pair what is right with what is wrong by the rule, train on the pairs, and again.
+# Online DPO: sample completions, pair right ones with wrong ones, train on the pairs, and repeat.
 #
 #     sh examples/online_dpo.sh [SEED]        (default: 1)
 #
 # Pang et al., "Iterative Reasoning Preference Optimization" (2024), https://arxiv.org/abs/2404.19733v1
 # Guo et al., "Direct Language Model Alignment from Online AI Feedback" (2024), https://arxiv.org/abs/2402.04792v1
 #
-# A round: SAMPLES completions of each of the first PROMPTS training prompts by the newest model; of a prompt at most
-# PER_PROMPT pairs of a right completion and a wrong one; EPOCHS passes of dpo.py over them. Its reference is the model
-# that sampled, and so is replaced in each round, as with Pang et al. Not done: their likelihood term beside the loss;
-# new pairs at every optimizer step and a model that judges, as with Guo et al.
+# In each round, the newest model writes SAMPLES completions for each of the first PROMPTS training prompts. At most
+# PER_PROMPT pairs of each prompt are kept, each with a right and a wrong completion, and dpo.py trains on them for
+# EPOCHS epochs. The model that sampled is the reference, so each round has a new one, as in Pang et al. Left out: Pang
+# et al.'s likelihood term in the loss, and Guo et al.'s new pairs for every optimizer step and judge model.
 #
 # Every setting is an environment variable. On a real model:
 #
 #     MODEL=Qwen/Qwen2.5-0.5B-Instruct DATASET=openai/gsm8k:main DPO="--learning-rate 1e-6 --warmup-steps 10" \
 #         sh examples/online_dpo.sh
 #
-# It stops at the first failure. Called again, it goes on from there: what is finished stays, in the folder RUNS.
+# It stops at the first failure and keeps finished stages in the folder RUNS. Call it again to continue from there.
 set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)
 seed=${1:-1}
@@ -25,7 +25,7 @@ seed=${1:-1}
 : "${EVAL_PROMPTS:=256}" "${MINIBATCH:=32}" "${DPO:=--learning-rate 3e-4 --warmup-steps 4}" "${SAMPLE:=}"
 mkdir -p "$RUNS"
 
-# run FOLDER SCRIPT FLAGS...: a run that was stopped goes on from its last save, and begins anew if it has none
+# run FOLDER SCRIPT FLAGS...: start a run; resume a stopped run from its last save, or restart it if it has none
 run() {
     folder=$RUNS/$1 script=$root/$2
     shift 2
@@ -40,7 +40,7 @@ run() {
     touch "$folder/done"
 }
 
-evaluate() { # evaluate ROUND MODEL: greedy accuracy and pass@1
+evaluate() { # evaluate ROUND MODEL: measure greedy accuracy and pass@1
     run "eval_$1" grpo.py --model "$2" --dataset "$DATASET" --eval-prompts "$EVAL_PROMPTS" $SAMPLE \
         --num-steps 0 --kl-coef 0 --seed "$seed"
 }
@@ -63,7 +63,7 @@ while [ "$round" -lt "$ROUNDS" ]; do
     evaluate "$round" "$newest"
 done
 
-show() { # show LABEL METRICS: a row of the table
+show() { # show LABEL METRICS: print a row of the table
     found=$(echo "$2" | sed 's/.*"eval\/accuracy": \([^,]*\), "eval\/pass@1": \([^,]*\),.*/\1 \2/')
     LC_ALL=C printf '%5s   %.3f   %.3f\n' "$1" $found
 }

@@ -1,25 +1,25 @@
 #!/bin/sh
-# The stages of DeepSeek-R1: cold start, RL by accuracy and format, rejection sampling, fine-tuning of the base, RL.
+# The stages of DeepSeek-R1: cold start, RL, rejection sampling, fine-tuning of the base model, and RL again.
 #
 #     sh examples/r1_pipeline.sh [SEED]        (default: 1)
 #
 # DeepSeek-AI, "DeepSeek-R1: Incentivizing Reasoning Capability in LLMs via Reinforcement Learning" (2025), section 2.3,
 # https://arxiv.org/abs/2501.12948v1
 #
-#     cold    sft.py on COLD, a few worked solutions (default: 256 of data/addition/sft.jsonl, with their thoughts)
-#     rl_1    format_reward.py, STEPS steps
-#     right   distinct right completions of that model, at most PER_PROMPT of a prompt; of these, those with a thought
-#     sft     sft.py of the base on them, not of the model that was trained, EPOCHS passes
-#     rl_2    format_reward.py again, with other prompts
+#     cold    train the base model with sft.py on COLD (default: 256 rows with a thought of data/addition/sft.jsonl)
+#     rl_1    train with format_reward.py for STEPS steps
+#     right   sample from that model, and keep at most PER_PROMPT distinct right completions of each prompt
+#     sft     train the base model again, with sft.py on those that have a thought, for EPOCHS epochs
+#     rl_2    train with format_reward.py on other prompts
 #
-# Not done: data that is no reasoning, a reward for one language, and in the last stage rewards by models.
-# Every setting is an environment variable. On a real model, with COLD rows of prompt and completion:
+# Left out: data without reasoning, the reward for using a single language, and reward models in the last stage.
+# Every setting is an environment variable. On a real model, with COLD a file of rows {prompt, completion}:
 #
 #     MODEL=Qwen/Qwen2.5-0.5B DATASET=openai/gsm8k:main COLD=my_cold.jsonl STEPS=100 \
 #         SYSTEM="Think between <think> and </think>, then put your final answer within \\boxed{}." \
 #         SFT="--learning-rate 1e-5 --warmup-steps 10" sh examples/r1_pipeline.sh
 #
-# It stops at the first failure. Called again, it goes on from there: what is finished stays, in the folder RUNS.
+# It stops at the first failure and keeps finished stages in the folder RUNS. Call it again to continue from there.
 set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)
 seed=${1:-1}
@@ -29,7 +29,7 @@ seed=${1:-1}
 mkdir -p "$RUNS"
 [ -n "${COLD:-}" ] || grep -m 256 '<think>' "$root/data/addition/sft.jsonl" > "$RUNS/cold.jsonl"
 
-# run FOLDER SCRIPT FLAGS...: a run that was stopped goes on from its last save, and begins anew if it has none
+# run FOLDER SCRIPT FLAGS...: start a run; resume a stopped run from its last save, or restart it if it has none
 run() {
     folder=$RUNS/$1 script=$root/$2
     shift 2
@@ -44,13 +44,13 @@ run() {
     touch "$folder/done"
 }
 
-sft() { # sft NAME ROWS: EPOCHS passes over the rows, from the base
+sft() { # sft NAME ROWS: train the base model on the rows for EPOCHS epochs
     steps=$((($(wc -l < "$2") * EPOCHS + MINIBATCH - 1) / MINIBATCH))
     run "$1" sft.py --model "$MODEL" --dataset "$2" --num-steps "$steps" --minibatch-size "$MINIBATCH" \
         --eval-prompts 0 --seed "$seed" ${SYSTEM:+--system-prompt "$SYSTEM"} $SFT
 }
 
-rl() { # rl NAME MODEL SEED
+rl() { # rl NAME MODEL SEED: train the model with format_reward.py
     run "$1" examples/format_reward.py --model "$2" --dataset "$DATASET" --num-steps "$STEPS" --eval-every "$STEPS" \
         --eval-prompts "$EVAL_PROMPTS" --seed "$3" ${SYSTEM:+--system-prompt "$SYSTEM"} $SAMPLE $GRPO
 }
@@ -67,7 +67,7 @@ grep '<think>' "$RUNS/right.jsonl" > "$RUNS/thoughts.jsonl"
 sft sft "$RUNS/thoughts.jsonl"
 rl rl_2 "$RUNS/sft/checkpoint" "$((seed * 100 + 2))"
 
-show() { # show LABEL METRICS: a row of the table
+show() { # show LABEL METRICS: print a row of the table
     found=$(echo "$2" | sed 's/.*"eval\/accuracy": \([^,]*\), "eval\/pass@1": \([^,]*\),.*/\1 \2/')
     LC_ALL=C printf '%5s   %.3f   %.3f\n' "$1" $found
 }

@@ -1,4 +1,4 @@
-"""examples/code_reward.py: right programs pass, and what attacks the box, the reward or the machine does not."""
+"""Tests of examples/code_reward.py: right programs pass, and attacks on the sandbox, the reward or the machine fail."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def completion(program):
 
 
 def processes():
-    """The numbers of those that run the box, or wait for it."""
+    """Return the ids of the processes that run a sandbox or wait for one."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -47,7 +47,7 @@ def processes():
 
 @pytest.fixture(autouse=True)
 def nothing_is_left():
-    """Of no test there may be a process left; one that was killed may take a moment to be gone."""
+    """Check that a test leaves no process behind. A process that was killed may take a moment to disappear."""
     yield
     for _ in range(60):
         if not processes():
@@ -81,7 +81,7 @@ VALUES = [("5", "5.0"), ("1", "True"), ("'5'", "5"), ("[1]", "[True]"), ("None",
 
 @boxed
 def test_the_last_program_must_pass_every_test_with_values_of_the_same_types():
-    """Scored at once, in order."""
+    """All completions are scored in parallel, and the rewards come in their order."""
     texts, rewards = zip(*REWARDS)
     assert code_reward.score_completions(texts, [{"answer": TESTS}] * len(texts)) == [*map(float, rewards)]
     rows = [{"answer": json.dumps([["f()", eval(value)]])} for value, _ in VALUES for _ in range(2)]
@@ -98,7 +98,7 @@ def test_the_ranks_of_a_machine_share_its_cpus(ranks, boxes, monkeypatch):
     pool.assert_called_once_with(boxes)
 
 
-# ---- attacks that are told what stops them: an expression, and what it gives, or the error it meets
+# ---- attacks: {name: (expression, its value or the error that stops it)}
 
 PRELUDE = """
 import ctypes, errno, gc, json, mmap, os, resource, socket, subprocess, sys, threading
@@ -120,7 +120,7 @@ def write(path, size=0):
 read = lambda path: open(path).read()
 """
 CASES = {
-    # those that are stopped without a box, too
+    # attacks that are stopped without a sandbox, too
     "fork": ("os.fork()", "EAGAIN"),
     "thread": ("threading.Thread(target=print).start()", "RuntimeError"),
     "refused calls": ("sorted({met(system, 'syscall', number, *[0] * 6) for number in NUMBERS})", ["EPERM"]),
@@ -131,8 +131,8 @@ CASES = {
     "sockets": ("[met(socket.create_connection, ('127.0.0.1', 22), 2), met(socket.socketpair)]", ["EPERM"] * 2),
     "a million timers": ("system('timer_create', 0, None, bytes(8))", "EAGAIN"),
     "the disk": ("system('fallocate', 3, 1, *map(ctypes.c_long, (0, 2**30)))", "ESPIPE"),  # beyond the end of a file
-    "outlive the training": ("read('/proc/self/oom_score_adj')", "1000\n|ENOENT"),  # where memory ends
-    # those that the box stops
+    "outlive the training": ("read('/proc/self/oom_score_adj')", "1000\n|ENOENT"),  # if memory runs out
+    # attacks that the sandbox stops
     "see other processes": ("[os.getpid(), os.getppid(), met(os.listdir, '/proc')]", [1, 0, "ENOENT"]),
     "locked memory": ("system('mlockall', 1)", "EPERM|ENOMEM"),
     "many files": ("[write(f'file{number}') for number in range(257)]", "ENOSPC"),
@@ -152,7 +152,7 @@ CASES = {
     "capabilities": ("system('capset', b'\\x22\\x05\\x08\\x20' + bytes(4), b'\\xff' * 24)", "EPERM"),
     "stdin again": ("sys.stdin.read() + read(0) or 'nothing'", "nothing"),
 }
-# Each gives all that add is asked for, or would, were it not for what it does besides.
+# Each program has a right add, or would have one without the other things that it does.
 HOSTILE = """
 # a loop that nothing ends
 while True:
@@ -214,7 +214,7 @@ HOSTILE = {block.partition("\n")[0]: f"{ADD}# {block}" for block in HOSTILE.spli
 
 @pytest.fixture
 def prelude(tmp_path):
-    """PRELUDE with what is on the host, and readable for everyone, the data first; and with the refused calls."""
+    """Return PRELUDE with paths that everyone can read on the host (the data first) and with the refused calls."""
     data = tmp_path / "tests.jsonl"
     data.write_text(json.dumps({"prompt": "", "answer": TESTS}))
     data.chmod(0o644)
@@ -222,7 +222,7 @@ def prelude(tmp_path):
     numbers = runpy.run_path(str(ROOT / "examples" / "code_sandbox.py"))["NUMBERS"]
     assert len(numbers) == 29
     cores = resource.getrlimit(resource.RLIMIT_CORE)
-    resource.setrlimit(resource.RLIMIT_CORE, cores[1:] * 2)  # who starts a training may want dumps of it
+    resource.setrlimit(resource.RLIMIT_CORE, cores[1:] * 2)  # a user may allow core dumps of the training
     yield f"{PRELUDE}PATHS, NUMBERS = {known}, {[*numbers.values()]}\n"
     resource.setrlimit(resource.RLIMIT_CORE, cores)
     assert data.read_text().endswith("}") and [path.name for path in tmp_path.iterdir()] == ["tests.jsonl"]
@@ -234,13 +234,13 @@ def prelude(tmp_path):
 def test_a_hostile_program_earns_nothing_and_ends(name, monkeypatch, prelude):  # noqa: ARG001
     monkeypatch.setattr(code_reward, "SECONDS", 2)
     assert code_reward.reward_fn(completion(HOSTILE[name]), TESTS) == 0
-    if name == "a flood of values":  # is cut off
+    if name == "a flood of values":  # which is cut off
         assert len(code_reward.run(HOSTILE[name], ["add(2, 3)"])) == 2**20
 
 
 @boxed
 def test_the_values_are_nowhere_in_the_process():
-    """The program knows what to look for only in pieces; a right answer needs the same pieces."""
+    """The program only has pieces of what it looks for. A second test checks that these pieces give the secret."""
     search = f"""
 secret = lambda: "".join(map(chr, {list(map(ord, SECRET))}))
 def places():
@@ -258,7 +258,7 @@ def places():
 
 @boxed
 def test_a_program_ends_if_the_run_is_killed():
-    """What is left then is for nothing_is_left to find."""
+    """nothing_is_left checks that no process remains."""
     code = "import code_reward\ncode_reward.SECONDS = 2\ncode_reward.run('import time; time.sleep(99)', [])"
     env = os.environ | {"PYTHONPATH": str(ROOT / "examples")}
     with subprocess.Popen([sys.executable, "-c", code], env=env) as process:
@@ -268,7 +268,7 @@ def test_a_program_ends_if_the_run_is_killed():
 
 
 def as_nobody(code, job):
-    """What Python code that imports code_reward says, as an ordinary user, with a mount among the libraries."""
+    """Return what Python code that imports code_reward prints for an ordinary user, with a mount in the libraries."""
     user = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
     check = ["-c", "import os, sys; assert sys.version_info >= (3, 11) and os.access(sys.executable, os.X_OK)"]
     if os.getuid() != 0 or shutil.which("setpriv") is None:
@@ -293,8 +293,8 @@ def as_nobody(code, job):
     "user", [*(pytest.param(user, marks=boxed) for user in ("this", "an ordinary one")), "an ordinary one, unsafe"]
 )
 def test_attacks_meet_what_stops_them(user, prelude, monkeypatch):
-    """Unsafe leaves limits and refused calls, and a program can read what its user can read."""
-    unsafe, seconds = user.endswith("unsafe"), 60  # none of these attacks is about time, which a busy machine takes
+    """With --unsafe, the limits and refused calls remain, and a program can read what its user can read."""
+    unsafe, seconds = user.endswith("unsafe"), 60  # none of these attacks is about time, and the machine may be busy
     monkeypatch.setattr(code_reward, "SECONDS", seconds)
     names = [*CASES][:11] if unsafe else [*CASES]
     calls = [f"met(lambda: {CASES[name][0]})" for name in names] + ["os.path.isdir(PATHS[-1])"]
@@ -316,7 +316,7 @@ def test_attacks_meet_what_stops_them(user, prelude, monkeypatch):
 
 @pytest.mark.parametrize("reason", ["No such file or directory", "unshare failed: Operation not permitted"])
 def test_without_namespaces_it_is_refused_in_one_line(reason, tmp_path):
-    """Before anything is imported that takes time; the second is what an unshare says that may not."""
+    """It stops before slow imports. The second message is that of an unshare without permission."""
     for name in ("timeout", "prlimit"):
         (tmp_path / name).symlink_to(shutil.which(name))
     if reason.startswith("unshare"):
@@ -344,7 +344,7 @@ def test_rows_are_left_out_as_in_grpo_but_not_for_the_words_of_a_test(tokenizer,
 
 @boxed
 def test_the_command_line_refuses_rows_without_tests_and_trains_on_the_reward(tmp_path, monkeypatch):
-    """The embedded model writes sums, no programs: its texts are replaced by programs, half of them right."""
+    """The bundled model writes sums instead of programs, so programs replace its texts; half of them are right."""
     answers = [json.dumps([["add(2, 3)", 5], ["add(1, 1)", number]]) for number in (2, 3, 2, 2)]
     rows = [{"prompt": f"{number}+1=", "answer": answer} for number, answer in enumerate(answers, 1)]
     no_tests = [{}] + [{"answer": a} for a in (5, "f()", "[]", '["f()"]', '[["f()", 1, 2]]', '[["f = 1", 1]]')]

@@ -1,4 +1,4 @@
-"""examples/judge.py: its verdicts against the model's own logits, both orders asked, and files that others take."""
+"""Tests of examples/judge.py: its verdicts agree with the model's logits, and other scripts read the file it writes."""
 
 import runpy
 import sys
@@ -19,7 +19,7 @@ PAIRS = [{"prompt": f"Say {a}.", "chosen": a, "rejected": b} for a, b in zip(WOR
 
 @pytest.fixture
 def judge(tmp_path, monkeypatch, capsys):
-    """Call the command on rows; return the rows it wrote and what it printed."""
+    """Return a function that runs the command on rows and returns the rows that it wrote and what it printed."""
 
     def call(rows, *flags):
         write_jsonl(tmp_path / "pairs.jsonl", rows)
@@ -34,7 +34,7 @@ def judge(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture(params=["chatml", "gemma"])
 def chat_model(request, tmp_path):
-    """A folder with a random model of that chat template, sharp enough to have opinions."""
+    """Return the folder of a random model with this chat template, whose large weights give clear preferences."""
     folder = make_folder(tmp_path / "model", make_tokenizer(*FORMS[request.param]))
     model, tokenizer = load(dpo, folder)
     with torch.no_grad():
@@ -91,7 +91,7 @@ def test_by_chat_both_orders_are_asked_and_their_probabilities_averaged(judge, c
     assert [row["chosen"] for row in written] == chosen
     assert 0 < sum(text == row["chosen"] for text, row in zip(chosen, PAIRS)) < len(PAIRS)
     biased = sum(first == second for first, second in says_a)
-    said = f"position bias: {sum(map(sum, says_a)) / 24:.3f} of answers are A, {biased} pairs get one letter twice"
+    said = f"position bias: {sum(map(sum, says_a)) / 24:.3f} of answers are A, {biased} pairs get the same letter"
     assert 0 < biased and said in told
 
 
@@ -118,5 +118,5 @@ def test_dialogues_are_judged_and_dpo_and_reward_model_take_what_was_written(jud
 def test_a_judge_that_cannot_say_a_or_b_and_a_file_that_exists_are_one_line(judge, tmp_path):
     with pytest.raises(SystemExit, match="--out .* exists"):
         judge(PAIRS, "--out", tmp_path)
-    with pytest.raises(SystemExit, match="nothing to judge: .* none that the tokenizer tells apart, as A and B"):
+    with pytest.raises(SystemExit, match="nothing to judge: .* a tokenizer that has the letters A and B"):
         judge(PAIRS, "--by", "chat")

@@ -1,4 +1,4 @@
-"""examples/sorting: its data, what each reward pays for, and run.sh cut short, stopped and taken up again."""
+"""Tests of examples/sorting: its data, its rewards, and a short run.sh that is called again for more steps."""
 
 import itertools
 import json
@@ -30,7 +30,7 @@ def test_the_data_are_the_same_bytes_and_half_of_them_sorted(tmp_path):
         digits = [row["prompt"].rstrip("=").split() for row in rows]
         right = [row.get("answer", row.get("completion")) == " ".join(sorted(d)) for row, d in zip(rows, digits)]
         assert len(rows) == count and {len(d) for d in digits} == {4, 5, 6}
-        assert all(right) if name != "sft.jsonl" else 0.5 < sum(right) / count < 0.6  # equal ones may change places
+        assert all(right) if name != "sft.jsonl" else 0.5 < sum(right) / count < 0.6  # equal numbers may be swapped
         seen += [row["prompt"] for row in rows]
     assert len(set(seen)) == len(seen)
 
@@ -44,7 +44,7 @@ def test_only_the_repaired_reward_and_exact_match_have_the_sorted_list_alone_at_
         assert reward(answer, answer) == 1
         hacked = [text for text in texts if text != answer and reward(text, answer) >= 1]
         assert bool(hacked) == (name in ("position", "inclusion")), (name, hacked[:5])
-    # Credit is partial: a swap costs less than a wrong number more.
+    # Partial credit: a list with a missing number earns more than one without any number.
     assert 0 == rewards.repaired("x x x", "0 1 2") < rewards.repaired("0 1", "0 1 2") < 1
 
 
@@ -58,10 +58,10 @@ def test_what_the_rewards_pay_by_hand():
 
 def test_the_shell_script_trains_goes_on_and_shows(tmp_path):
     line = re.search(r'"python sft.py" \\\n *"(.*)"', (ROOT / "examples" / "sorting" / "run.sh").read_text())[1]
-    flags = re.findall(r"--([a-z-]+)", line)  # of the base, which is not made here
+    flags = re.findall(r"--([a-z-]+)", line)  # of the base model, which this test does not train
     assert len(flags) == 3 and {flag.replace("-", "_") for flag in flags} <= vars(sft.Args()).keys()
     base = tmp_path / "base"
-    (base / "state" / "00000300").mkdir(parents=True)  # it is finished, which is why it is not made
+    (base / "state" / "00000300").mkdir(parents=True)  # the run looks finished, so run.sh does not train it
     shutil.copytree(ROOT / "models" / "tiny", base / "checkpoint")
     env = os.environ | {"FOLDER": str(tmp_path), "SEEDS": "3", "REWARDS": "inclusion", "FLAGS": FLAGS}
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
@@ -75,7 +75,7 @@ def test_the_shell_script_trains_goes_on_and_shows(tmp_path):
     run(STEPS="1")
     folder = tmp_path / "inclusion__3"
     first = read_jsonl(folder / "metrics.jsonl")
-    told = run(STEPS="2")  # the run of one step goes on to two
+    told = run(STEPS="2")  # the run of one step is resumed
     lines = read_jsonl(folder / "metrics.jsonl")
     assert [line["step"] for line in lines] == [0, 1, 2] and lines[:2] == first
     samples = [row for row in read_jsonl(folder / "eval_samples.jsonl") if row["step"] == 2]

@@ -1,6 +1,6 @@
-"""The recipes of examples/, cut short: their stages, and what failing, stopping and calling again does.
+"""Tests of the recipes of examples/ with small settings: their stages, and what happens after a failure or a kill.
 
-The shells run as they are; what they call python for is done in this process, which spares a start for each stage.
+The shell scripts run unchanged. This process does what they call python for, which saves a start for each stage.
 """
 
 import importlib
@@ -19,7 +19,7 @@ import grpo
 
 sys.path.append(str(ROOT / "examples"))
 SCORE = grpo.score_completions
-format_reward = importlib.import_module("format_reward")  # which assigns its own
+format_reward = importlib.import_module("format_reward")  # it replaces score_completions
 one_sentence = importlib.import_module("one_sentence")
 grpo.score_completions = SCORE
 
@@ -27,7 +27,7 @@ SETTINGS = {"DATASET": "sums", "EVAL_PROMPTS": "4", "PROMPTS": "8", "SAMPLES": "
 SETTINGS |= {"EPOCHS": "1", "SFT": "--warmup-steps 0", "DPO": "--warmup-steps 0"}
 GRPO = "--prompts-per-step 2 --group-size 4 --minibatch-size 8 --warmup-steps 0 --kl-coef 0 --save-every 1"
 
-# The stages of each, and the model that each begins from.
+# The stages of each recipe, and the model that each stage starts from.
 BASE, MADE = str(TINY), "runs/{}/checkpoint".format
 STAGES = {
     "expert_iteration": {
@@ -66,11 +66,11 @@ def here(tmp_path, monkeypatch):
 
 
 class Killed(BaseException):
-    """Ends a stage without tidying up, as kill -9 does."""
+    """End a stage without cleaning up, as kill -9 does."""
 
 
 def do(words, monkeypatch, killed):
-    """What python does with these words, as its exit status; the stages killed, {folder: step}, die in that step."""
+    """Run what python would run with these words and return the exit status; killed = {folder: step to die in}."""
     name, dies_at = Path(words[0]).stem, killed.get(words[-1])
     module = grpo if name == "format_reward" else importlib.import_module(name)
     with monkeypatch.context() as patched:
@@ -97,7 +97,7 @@ def do(words, monkeypatch, killed):
 
 
 def call(name, monkeypatch, killed=None, status=0, **settings):
-    """Run a shell with seed 3; return the lines that it prints and what it had python do."""
+    """Run a shell script with seed 3; return the lines that it prints and the words of its calls of python."""
     path = f"{Path('bin').resolve()}:{os.environ['PATH']}"
     environment = {**os.environ, **SETTINGS, "GRPO": GRPO, "RUNS": "runs", "PATH": path, **settings}
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -131,7 +131,7 @@ def test_stages_go_on_from_each_other_and_a_second_call_only_prints_the_table(na
     assert [flag(words, "model") for words in asked] == [*STAGES[name].values()]
     assert [words[-1] for words in asked] == [f"runs/{stage}" for stage in STAGES[name]]
     sampled = [flag(words, "seed") for words in asked if name == "iterative_grpo" or "sample" in words[0]]
-    assert len({*sampled}) == len(sampled)  # with one seed a round would see what the last one saw
+    assert len({*sampled}) == len(sampled)  # with the same seed, two rounds would sample the same
     table = [line.split() for line in lines[len(asked) + 1 :]]
     first = [stage for stage in STAGES[name] if stage.startswith(("eval", "round", "rl"))][0]
     for row, line in ((table[0], logged(first)[0]), (table[-1], logged([*STAGES[name]][-1])[-1])):
@@ -142,7 +142,7 @@ def test_stages_go_on_from_each_other_and_a_second_call_only_prints_the_table(na
 
 
 def check_pipeline(asked):
-    """Its rewards are of accuracy and format, what it keeps is right by the rule, and its cold start has thoughts."""
+    """Check its reward function, that the completions it keeps are right, and that its cold start has thoughts."""
     assert [Path(words[0]).name for words in asked if "rl_" in words[-1]] == ["format_reward.py"] * 2
     cold, right, rows = map(read_jsonl, ("runs/cold.jsonl", "runs/thoughts.jsonl", "sums/train.jsonl"))
     assert len(cold) == 256 and all(format_reward.has_format(row["completion"]) for row in cold)
@@ -154,7 +154,7 @@ def check_pipeline(asked):
 def test_a_failure_stops_the_recipe_and_mended_it_goes_on_here_as_star_does(monkeypatch):
     lines, asked = call("expert_iteration", monkeypatch, status=1, SFT="--max-completion-length 999")
     assert lines == ["runs/eval_0", "runs/right_1.jsonl", "runs/sft_1"] and len(asked) == 3
-    lines, asked = call("expert_iteration", monkeypatch, START="first")  # each round begins from the first model
+    lines, asked = call("expert_iteration", monkeypatch, START="first")  # each round starts from the first model
     assert lines[0] == "runs/sft_1" and len(asked) == 5 and "--resume" not in asked[0]
     assert [flag(words, "model") for words in asked] == [BASE, *map(MADE, ("sft_1", "sft_1")), BASE, MADE("sft_2")]
 
@@ -207,7 +207,7 @@ def test_the_reward_is_the_weighted_sum_of_accuracy_and_format(capsys):
 
 
 def test_its_runs_log_accuracy_by_the_rule_and_go_on():
-    """By the flags of grpo.py."""
+    """The script takes the flags of grpo.py."""
     program, flags = str(ROOT / "examples" / "format_reward.py"), "--dataset sums --eval-prompts 4 --num-steps 1"
     for words in (f"{flags} {GRPO} --run-dir runs/a", "--resume runs/a --num-steps 2"):
         done = subprocess.run([sys.executable, program, *words.split()], capture_output=True, text=True)
@@ -255,7 +255,7 @@ def test_its_task_is_its_data_and_its_instruction_unless_flags_or_a_run_say_othe
     for words in ("--seed 2", "--dataset sums", "--resume run"):
         monkeypatch.setattr(sys, "argv", ["one_sentence.py", *words.split()])
         with monkeypatch.context() as patched:
-            patched.setattr(grpo, "score_completions", SCORE)  # it assigns its own
+            patched.setattr(grpo, "score_completions", SCORE)  # it replaces this
             runpy.run_path(str(ROOT / "examples" / "one_sentence.py"), run_name="__main__")
     usual, other, resumed = parsed
     assert usual.seed == 2 and Path(usual.dataset, "test.jsonl").exists()

@@ -1,6 +1,6 @@
-"""Write one HTML page about a run: python tools/look.py runs/grpo__1__20260101-120000-123456
+"""Write an HTML page with the settings, curves and completions of a run: python tools/look.py runs/my_run
 
-It shows settings, curves and sampled completions. Go to a step by the slider, the arrow keys, or a click on a curve.
+The page is runs/my_run/look.html. To go to a step, use the slider, the arrow keys, or a click on a curve.
 """
 
 import argparse
@@ -64,7 +64,7 @@ const charts = run.panels.map(([key, title]) => {
   const rows = run.metrics.filter((row) => Number.isFinite(row[key])), [low, high] = range(rows.map((row) => row[key]));
   const chart = add("chart", "curves"), [svg, line, curve] = chart.querySelectorAll("svg, svg *");
   const under = (event) => first + ((last - first) * (event.clientX - svg.getBoundingClientRect().x)) / svg.clientWidth;
-  write(chart, { figcaption: title, i: `${show(rows[0][key])} at first, ${show(rows.at(-1)[key])} at last` });
+  write(chart, { figcaption: title, i: `${show(rows[0][key])} at the start, ${show(rows.at(-1)[key])} at the end` });
   curve.setAttribute("points", rows.map((row) => [share(first, row.step, last), 100 - share(low, row[key], high)]));
   chart.onpointermove = (event) => point(under(event));
   chart.onpointerleave = () => point($("step").value);
@@ -117,7 +117,7 @@ render();
 
 
 def gather(folder):
-    """Return what the page shows of a run."""
+    """Return the data of a run that the page shows."""
     run, root = read_run(folder), Path(__file__).resolve().parents[1]
     settings = [("script", run.script)]
     for name, value in run.args.items():
@@ -130,7 +130,7 @@ def gather(folder):
 
 def main(args):
     path = Path(args.out or Path(args.run) / "look.html")
-    # Without "<" no text of a run can end the element that it stands in.
+    # Without "<", no text of a run can end the script element that contains it.
     page = PAGE.replace("@RUN@", json.dumps(gather(args.run)).replace("<", "\\u003c"))
     try:
         path.write_text(page)

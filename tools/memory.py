@@ -317,7 +317,7 @@ def write_page(path):
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="Qwen2.5-0.5B", help=f"{', '.join(SHAPES | SMALL)}, a folder, or a hub name")
-    parser.add_argument("--script", default="grpo", choices=SCRIPTS)
+    parser.add_argument("--script", default="grpo", choices=SCRIPTS, help="name of the script (default: grpo)")
     parser.add_argument(
         "--ranks", type=int, default=1, help="number of GPUs over which torchrun shards the model (default: 1)"
     )
@@ -329,7 +329,7 @@ def parse_args():
     for name, value in SETTINGS.items():
         flag = f"--{name.replace('_', '-')}"
         if value is False:
-            parser.add_argument(flag, action="store_true", default=None)
+            parser.add_argument(flag, action="store_true", default=None, help="as in the script")
         else:
             parser.add_argument(flag, type=type(value), help="as in the script (default: the script's)")
     return parser.parse_args()

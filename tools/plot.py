@@ -1,13 +1,13 @@
-"""Plot the metrics of runs against the step; show the picture where there is a screen, and print the last values.
+"""Plot the metrics of runs against the step, and print a table of the last values.
 
     python tools/plot.py runs/grpo__1__20260101-120000-123456
     python tools/plot.py runs/grpo__* runs/dapo__* --out curves.png
 
-Runs of one script whose args.json differ only in the seed are drawn as one line, their mean, with a band from the
-lowest to the highest value. The script is the part of a folder's name before the first "__". The band ends at the last
-step that all of these runs have; what single runs have after that are thin lines. With several lines the picture shows
-the metrics that at least two of them have, and the main evaluation of each. The settings that differ are printed below
-the table.
+The tool saves the picture to --out, and also shows it if there is a screen. Runs of the same script that differ only in
+the seed are drawn as one line, their mean, with a band from the lowest to the highest value. The script is the part of
+a folder's name before the first "__". The band ends at the last step that all of these runs have, and thin lines show
+later values of single runs. With several lines, the picture shows the metrics that at least two of them have, and the
+main evaluation of each. Below the table, the tool prints the settings that differ.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import matplotlib.pyplot as plt
 from matplotlib.backends import BackendFilter, backend_registry
 
-EVALUATIONS = {  # the first that a run has is its main one
+EVALUATIONS = {  # the first of these that a run has is its main evaluation
     "eval/accuracy": "greedy accuracy",
     "eval/pair_accuracy": "held-out pairs ranked correctly",
     "eval/loss": "held-out loss, nats per token",
@@ -50,14 +50,14 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#00
 
 
 def read_rows(path):
-    """Return the rows of a jsonl file, none if there is no file; nan and inf become None."""
+    """Return the rows of a JSONL file, or no rows if the file does not exist. nan and inf become None."""
     lines, rows = path.read_bytes().splitlines(keepends=True) if path.is_file() else [], []
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line, parse_constant=lambda _: None)
             rows.append(row | {"step": int(row["step"])})
         except (ValueError, TypeError, KeyError):
-            if line.endswith(b"\n"):  # the last line of a run at work may be half-written
+            if line.endswith(b"\n"):  # the last line of an active run may be incomplete
                 raise SystemExit(f"{path}: line {number} is not a JSON object with a step") from None
     return rows
 
@@ -85,7 +85,7 @@ def read_run(folder):
 
 
 def group_runs(runs):
-    """Return {label: runs that differ only in the seed}: the name of a single run, the script of several."""
+    """Return {label: runs that differ only in the seed}. The label is a single run's name, or the script of several."""
     settings, groups = {}, {}
     for run in runs:
         settings.setdefault((run.script, json.dumps(run.settings, sort_keys=True)), []).append(run)
@@ -94,13 +94,13 @@ def group_runs(runs):
         if label in groups and len(group) > 1:
             label = f"{label} ({group[0].name}, ...)"
         elif label in groups:
-            label = str(group[0].folder)  # another folder of this name
+            label = str(group[0].folder)  # another folder with this name
         groups[label] = group
     return groups
 
 
 def differences(groups):
-    """Return a line for each label: the settings that other runs have, too, but with another value."""
+    """Return a line for each label with the settings that have another value in other runs."""
     lines = []
     for label, group in groups.items():
         found = []
@@ -155,7 +155,7 @@ def draw(groups, keys):
 
 
 def table(groups, keys):
-    """Return a table of the values at the last step that all runs of a label have."""
+    """Return a table of the values at the last step that all runs of a label share."""
     lines = [("run", "metric", "runs", "step", "mean", "lowest", "highest"), ("---",) * 7]
     for label, group in groups.items():
         for key in keys:
@@ -172,7 +172,7 @@ def main(args):
     keys = args.metrics or choose_metrics(groups)
     if not keys or not found.issuperset(keys):
         lacking = ", ".join(key for key in keys if key not in found) or "any of the usual metrics"
-        raise SystemExit(f"no run has {lacking}; --metrics may be {', '.join(sorted(found))}")
+        raise SystemExit(f"no run has {lacking}; choose --metrics from {', '.join(sorted(found))}")
     path = Path(args.out or (runs[0].folder / "plot.png" if len(runs) == 1 else "plot.png"))
     figure = draw(groups, keys)
     try:
@@ -190,10 +190,10 @@ def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run")
     parser.add_argument(
-        "--out", metavar="FILE", help="where to write the picture (default: RUN/plot.png, for several runs plot.png)"
+        "--out", metavar="FILE", help="where to write the picture (default: RUN/plot.png, or plot.png for several runs)"
     )
     parser.add_argument(
-        "--metrics", nargs="+", metavar="KEY", help="metrics of metrics.jsonl to show instead of the usual ones"
+        "--metrics", nargs="+", metavar="KEY", help="metrics in metrics.jsonl to show (default: the usual ones)"
     )
     return parser.parse_args()
 

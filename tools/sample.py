@@ -1,17 +1,18 @@
-"""Sample completions as grpo.py does, with its defaults, chat templates, stop tokens and rewards; print and keep them.
+"""Sample completions from a model as grpo.py does, and print and save them with their rewards.
 
     python tools/sample.py --model runs/sft/checkpoint --temperature 0
     python tools/sample.py --model path/to/model --prompt "What is 17 * 3?" --prompt "What is 3 * 17?"
     python tools/sample.py --model runs/tools/checkpoint --calculator --prompt "What is 17 * 3?"
 
-Without --prompt and --dataset, prompts are read from standard input, one per line, if it is not a terminal. Prompts of
-your own have no answers and so no rewards; they are only printed, unless --out is given. With --calculator, what the
-tool of grpo_tools.py writes is printed between « and ». A completion that reaches --max-completion-length is marked as
-[cut off].
+It uses the defaults, chat templates, stop tokens and rewards of grpo.py. Without --prompt and --dataset, it reads
+prompts from standard input, one per line. If standard input is a terminal or empty, it uses the default dataset. Your
+own prompts have no answers and so no rewards, and their completions are only saved if you give --out. With
+--calculator, the tool of grpo_tools.py replies while the model writes, and its replies are printed between « and ». A
+completion that reaches --max-completion-length is marked with [cut off].
 
 --keep right keeps the distinct completions of a prompt with a reward of at least --min-reward. --keep pairs combines
-each of these, as chosen, with a distinct wrong one, as rejected. Both leave out what was cut off. This is rejection
-sampling, and preferences by the reward:
+each of these, as chosen, with a distinct wrong one, as rejected. Both leave out completions that were cut off. Use them
+for rejection sampling and for preferences by the reward:
 
     python tools/sample.py --split train --keep right --out right.jsonl
     python sft.py --model models/tiny --dataset right.jsonl
@@ -37,7 +38,7 @@ from transformers import AutoTokenizer
 import grpo
 import grpo_tools
 
-# Flags of grpo.py; without them its defaults hold, or those of the model.
+# Flags of grpo.py. Their defaults are those of grpo.py or of the model.
 SETTINGS = {"model": str, "dataset": str, "system_prompt": str, "max_prompt_length": int, "max_completion_length": int}
 SETTINGS |= {"eval_prompts": int, "seed": int, "precision": str}
 
@@ -45,27 +46,27 @@ SETTINGS |= {"eval_prompts": int, "seed": int, "precision": str}
 def parse_args(line=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--prompt", action="append", default=[], help="a prompt of your own; may be given repeatedly")
+    add("--prompt", action="append", default=[], help="a prompt of your own; you can give several")
     add(
         "--split",
         choices=("test", "train"),
         default="test",
-        help="which rows of the dataset (default: test, the held-out ones)",
+        help="which rows of the dataset to use (default: test, the held-out rows)",
     )
-    add("--num-prompts", type=int, help="how many rows of the split (default: as --eval-prompts)")
+    add("--num-prompts", type=int, help="how many rows of the split to use (default: as --eval-prompts)")
     add("--num-samples", type=int, default=4, help="completions per prompt (default: 4)")
-    add("--temperature", type=float, default=1.0, help="0 is greedy, one completion (default: 1)")
+    add("--temperature", type=float, default=1.0, help="0 means one greedy completion (default: 1)")
     add("--rollout-batch-size", type=int, default=128, help="maximum completions sampled at once (default: 128)")
     add("--show", type=int, default=8, help="how many prompts of the dataset are printed (default: 8)")
     add(
         "--keep",
         choices=("all", "right", "pairs"),
         default="all",
-        help="which completions are written to --out (default: all)",
+        help="which completions to write to --out (default: all)",
     )
-    add("--min-reward", type=float, default=1.0, help="a completion is right with at least this reward (default: 1)")
-    add("--per-prompt", type=int, help="maximum kept rows per prompt, drawn by --seed (default: all)")
-    add("--out", help="new file for what is kept (default: a new file in runs/)")
+    add("--min-reward", type=float, default=1.0, help="a completion with at least this reward is right (default: 1)")
+    add("--per-prompt", type=int, help="maximum rows to keep per prompt, drawn with --seed (default: all)")
+    add("--out", help="new file for the kept rows (default: a new file in runs/)")
     add("--calculator", action="store_true", help="let the tool of grpo_tools.py reply while the model writes")
     for name, kind in SETTINGS.items():
         add(f"--{name.replace('_', '-')}", type=kind, help="as in grpo.py")
@@ -79,14 +80,14 @@ def parse_args(line=None):
         ):
             raise SystemExit(f"--{name.replace('_', '-')} {value}: must be a finite number of at least {least}")
     if given.prompt and given.dataset:
-        raise SystemExit("--prompt and --dataset: give one of them")
+        raise SystemExit("--prompt and --dataset: give only one of them")
     if given.out is not None and os.path.lexists(given.out):
-        raise SystemExit(f"--out {given.out} exists: choose another")
+        raise SystemExit(f"--out {given.out} exists already: choose another file")
     return given
 
 
 def read_settings(given):
-    """Return the settings of grpo.py: the given ones, and its defaults for the others."""
+    """Return the settings of grpo.py: those given, and its defaults for the others."""
     flags = {name: getattr(given, name) for name in (*SETTINGS, "rollout_batch_size")}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items() if value is not None]
     before, sys.argv = sys.argv, ["grpo.py", *flags]
@@ -100,7 +101,7 @@ def read_settings(given):
 
 
 def load_rows(given, args, tokenizer):
-    """Return rows as load_prompts does: the given prompts, or rows of the split."""
+    """Return rows in the form of load_prompts: the given prompts, or rows of the split."""
     if given.prompt:
         rows = []
         for number, text in enumerate(given.prompt, 1):
@@ -113,12 +114,12 @@ def load_rows(given, args, tokenizer):
         args.eval_prompts = given.num_prompts or args.eval_prompts
     train, test = grpo.load_prompts(args, tokenizer)
     if given.split == "test" and not test:
-        raise SystemExit("--eval-prompts 0: no rows are held out: --split train has them all")
+        raise SystemExit("--eval-prompts 0: no rows are held out; use --split train")
     return (test if given.split == "test" else train)[: given.num_prompts or args.eval_prompts or None]
 
 
 def with_system(prompt, system_prompt):
-    """Return the prompt with the system message of the sampling, so that sft.py trains with it, too."""
+    """Return the prompt with the system message of the sampling, so that sft.py trains with it."""
     messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     if not system_prompt or messages[0]["role"] == "system":
         return prompt
@@ -126,7 +127,7 @@ def with_system(prompt, system_prompt):
 
 
 def without_marks(text, tokenizer):
-    """Return a completion without special tokens of the chat template, which sft.py and dpo.py would refuse."""
+    """Return a completion without special tokens of the chat template, because sft.py and dpo.py refuse these."""
     if tokenizer.chat_template is None:
         return text
     frame = tokenizer.apply_chat_template(grpo.CHAT, tokenize=False)
@@ -137,11 +138,11 @@ def without_marks(text, tokenizer):
 
 
 def keep_rows(group, given, lot):
-    """Return the rows to keep of the samples of one prompt."""
+    """Return the rows to keep from the samples of one prompt."""
     prompt = with_system(group[0][0]["prompt"], given.system_prompt)
     if given.keep == "all":
         return [{"prompt": prompt, "completion": text, "reward": reward} for _, text, reward, _ in group]
-    # A completion that was cut off must not be trained with a stop token. Equal texts count once.
+    # Leave out completions that were cut off, because training would add a stop token. Equal texts count once.
     rewards = {text: reward for _, text, reward, truncated in group if text.strip() and not truncated}
     right = [text for text, reward in rewards.items() if reward >= given.min_reward]
     wrong = [text for text, reward in rewards.items() if reward < given.min_reward]
@@ -154,7 +155,7 @@ def keep_rows(group, given, lot):
 
 
 def summary(samples, n):
-    """Return a line with means over completions, n per prompt, and with pass@k if there are answers."""
+    """Return a line with means over all completions (n per prompt), and with pass@k if there are answers."""
     rows, texts, rewards, truncated = zip(*samples)
     words = [f"{len(texts) // n} prompts, {len(texts)} completions, truncated {sum(truncated) / len(texts):.3f}"]
     words.append("no answers, so no rewards" if None in rewards else f"mean reward {sum(rewards) / len(texts):.3f}")
@@ -171,10 +172,10 @@ def main(given):
     if not given.prompt and given.dataset is None and sys.stdin and not sys.stdin.isatty():
         given.prompt = [line for line in sys.stdin.read().splitlines() if line.strip()]
     if given.prompt and given.keep != "all":
-        raise SystemExit(f"--keep {given.keep}: own prompts have no answers, so none is right")
+        raise SystemExit(f"--keep {given.keep}: your own prompts have no answers, so no completion is right")
     _, _, device = grpo.init_ranks()
     args = read_settings(given)
-    given.system_prompt = args.system_prompt  # the model's, where none was given
+    given.system_prompt = args.system_prompt  # that of the model or of grpo.py if none was given
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     rows = load_rows(given, args, tokenizer)
     model = grpo.load_model(args.model, tokenizer)
@@ -216,7 +217,7 @@ def main(given):
     if not any(kept):
         if out:
             os.remove(file.name)
-        raise SystemExit(f"--keep {given.keep}: no prompt gave any: {summary(samples, n)}")
+        raise SystemExit(f"--keep {given.keep}: there are no rows to keep: {summary(samples, n)}")
     if out:
         os.rename(file.name, out)
         print(f"written: {out}")

@@ -1,4 +1,4 @@
-"""tools/plot.py and tools/look.py: their numbers, labels and pages, of real runs and of written ones."""
+"""Tests of tools/plot.py and tools/look.py: numbers, labels and pages, for real runs and for made-up ones."""
 
 import json
 import os
@@ -21,7 +21,7 @@ HOSTILE = '</script><img src=x onerror=alert(1)><!--<script>alert(2)</script> & 
 
 
 def write_run(folder, rows, **settings):
-    """A run's folder as the scripts leave it, with these metrics."""
+    """Make the folder of a run with these metrics, as the scripts do."""
     folder.mkdir(parents=True)
     args = {"model": "models/tiny", "learning_rate": 0.1, "seed": 1, "run_dir": str(folder)} | settings
     (folder / "args.json").write_text(json.dumps(args))
@@ -42,7 +42,7 @@ def groups(*folders):
 
 
 def draw_lines(*folders, key="eval/accuracy"):
-    """The figure's first panel: (steps, values) of its lines, and of the first band its lowest and highest by step."""
+    """Return the lines [(steps, values)] and the first band {step: (lowest, highest)} of the figure's first panel."""
     axis = plot.draw(groups(*folders), [key]).axes[0]
     lines = [(list(line.get_xdata()), list(line.get_ydata())) for line in axis.lines]
     band = {}
@@ -58,7 +58,7 @@ def run_plot(capsys, *folders, **options):
 
 
 def table_cells(text):
-    """{(setting, metric): the other cells} of a printed table."""
+    """Return {(run, metric): the other cells} of a printed table."""
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
     return {tuple(row[:2]): row[2:] for row in rows[2:]}
 
@@ -81,7 +81,7 @@ def test_where_not_all_runs_have_a_step_lines_are_thin(tmp_path, capsys):
     long = write_run(tmp_path / "grpo__long", accuracies(0.0, 0.5, 0.75, 1.0))
     short = write_run(tmp_path / "grpo__short", accuracies(0.5, 1.0), seed=2)
     with (short / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 8, "eval/accu')  # as a run at work may leave it
+        file.write('{"step": 8, "eval/accu')  # an active run may have an incomplete line
     without = write_run(tmp_path / "grpo__without", [{"step": 1, "reward/mean": 1.0}], seed=3)
     lines, _ = draw_lines(long, short, without)
     assert lines[0] == ([0, 4], [0.25, 0.75])
@@ -154,7 +154,7 @@ def test_bad_input_is_one_line(tmp_path):
             assert "\n" not in str(caught.value) and str(tmp_path / name) in str(caught.value)
     run, nowhere = str(write_run(tmp_path / "good", accuracies(0.5))), str(tmp_path / "no" / "x.png")
     for tool, options, message in (
-        (plot, {"metrics": ["a/b"]}, "no run has a/b; --metrics may be eval/accuracy"),
+        (plot, {"metrics": ["a/b"]}, "no run has a/b; choose --metrics from eval/accuracy"),
         (plot, {"out": nowhere}, "No such file"),
         (plot, {"out": str(tmp_path / "x.xyz")}, "not supported"),
         (look, {"out": nowhere}, "No such file"),
@@ -171,7 +171,7 @@ def test_command_lines(tool, file, tmp_path):
 
 
 def read_page(folder):
-    """What the page of a run embeds, which no < can end; all else is that of every page."""
+    """Return the data in a run's page, and check that it contains no < and that the rest is the same on every page."""
     out = folder / "page.html"
     look.main(SimpleNamespace(run=str(folder), out=str(out)))
     head, _, foot = look.PAGE.partition("@RUN@")
@@ -189,7 +189,7 @@ def test_the_page_itself_loads_nothing_and_inserts_no_html():
 
 
 def tiny_run(script, folder, data, **settings):
-    """Two steps of the embedded model on a few rows of its data."""
+    """Train the bundled model for two steps on a few rows of its data."""
     rows = (TOOLS.parent / "data" / data / "train.jsonl").read_text().splitlines(keepends=True)[:12]
     folder.with_suffix(".jsonl").write_text("".join(rows))
     settings |= {"dataset": str(folder.with_suffix(".jsonl"))}

@@ -1,4 +1,4 @@
-"""tools/memory.py: its formulas against the bytes that small models take on a CPU, and docs/memory.md against it."""
+"""Tests of tools/memory.py: its formulas agree with small models on a CPU, and docs/memory.md has its tables."""
 
 import re
 import sys
@@ -31,7 +31,7 @@ def make_settings(script="grpo", **settings):
 
 
 def make_policy(config, settings):
-    """A random policy as main of grpo.py makes it."""
+    """Return a random policy, made as in main of grpo.py."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     if settings.lora_rank:
@@ -40,7 +40,7 @@ def make_policy(config, settings):
 
 
 def count_peak(run):
-    """Most bytes that were allocated at once during a call, over those that were there before."""
+    """Return the most bytes that a call allocates at once, in addition to those that were allocated before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         run()
     events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -52,13 +52,13 @@ def count_peak(run):
 
 
 def count_bytes(tensors):
-    """Bytes of tensors, those of one storage once."""
+    """Return the bytes of tensors, and count shared storage once."""
     tensors = [getattr(tensor, "_local_tensor", tensor).untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in tensors if storage.nbytes()}.values())
 
 
 def count_update(config, settings, rows):
-    """Peak of a forward and backward pass over rows of the settings' lengths; gradients are there already."""
+    """Return the peak of a forward and backward pass over rows of full length, with gradients already allocated."""
     policy = make_policy(config, settings)
     ids = torch.randint(0, config.vocab_size, (rows, settings.max_prompt_length + settings.max_completion_length))
     ids = ids.split([settings.max_prompt_length, settings.max_completion_length], 1)
@@ -73,7 +73,7 @@ def count_update(config, settings, rows):
     return count_peak(run)
 
 
-# ---- what is there all the time
+# ---- what stays in memory
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -127,7 +127,7 @@ def test_what_is_gathered_for_a_rollout_takes_what_was_counted_and_is_given_back
 
     expected = memory.gathered_bytes(memory.count_model(config), settings, ranks=1)
     assert expected <= count_peak(run) <= 1.05 * expected
-    assert expected <= count_peak(run) <= 1.05 * expected  # a second one adds as much, as the first left nothing
+    assert expected <= count_peak(run) <= 1.05 * expected  # the first call freed everything
 
 
 def test_ranks_share_all_but_what_they_gather():
@@ -138,14 +138,14 @@ def test_ranks_share_all_but_what_they_gather():
     assert gathered[0] == gathered[1] > 0
 
 
-# ---- what comes and goes
+# ---- what is allocated for a while
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("precision, rank", [("bfloat16", 0), ("bfloat16", 8), ("float32", 8)])
 @pytest.mark.parametrize("hidden, inner, layers, length, shared", [(64, 256, 4, 128, 1), (128, 320, 3, 256, 4)])
 def test_activations_are_those_counted(hidden, inner, layers, length, shared, precision, rank, checkpointing):
-    """Within 3 % under and 12 % over; the tokens are many, so that they outweigh all that does not grow with them."""
+    """The formula is at most 3 % too low and 12 % too high. Many tokens outweigh what does not grow with them."""
     lengths = {"max_prompt_length": 4, "max_completion_length": length - 4, "microbatch_tokens": 2048}
     settings = make_settings(lora_rank=rank, gradient_checkpointing=checkpointing, **lengths)
     settings.precision = precision
@@ -157,7 +157,7 @@ def test_activations_are_those_counted(hidden, inner, layers, length, shared, pr
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("tokens", [64, 1024])
 def test_the_head_takes_what_was_counted(tokens, tied):
-    """With 64 tokens the gradients of the embedding, with 1,024 the chunks of logits are most of it."""
+    """With 64 tokens, the gradients of the embedding are the largest part; with 1,024, the chunks of logits are."""
     lengths = {"max_prompt_length": 1, "max_completion_length": 31, "microbatch_tokens": tokens}
     settings = make_settings(**lengths)
     config = make_config(hidden=256, inner=256, layers=1, vocab=20_000, tied=tied)
@@ -168,12 +168,12 @@ def test_the_head_takes_what_was_counted(tokens, tied):
 @pytest.mark.parametrize("shared", [1, 4])
 @pytest.mark.parametrize("vocab, tokens", [(100, 96), (20_000, 8)])
 def test_the_rollout_takes_what_was_counted(vocab, tokens, shared):
-    """Once its cache is most of it, once its logits are."""
+    """In one case the cache is the largest part, in the other the logits are."""
     config = make_config(hidden=128, inner=128, layers=3, vocab=vocab, shared=shared)
     policy = make_policy(config, make_settings())
     prompts = torch.randint(2, 100, (8, 16)).repeat_interleave(4, 0)
     mask = torch.ones_like(prompts)
-    mask[:4, :3] = 0  # without padding there would be no mask, and another path through attention
+    mask[:4, :3] = 0  # without padding there is no mask, and attention takes another path
     with grpo.gathered(policy) as sampler:
         counted = count_peak(lambda: grpo.generate(sampler, prompts, mask, tokens, 1.0, [], 0))
     lengths = {"max_prompt_length": 16, "max_completion_length": tokens}
@@ -187,7 +187,7 @@ def test_the_rollout_takes_what_was_counted(vocab, tokens, shared):
 
 
 def test_parameters_are_those_of_the_published_models():
-    """Qwen2.5's model cards: 0.49, 1.54, 3.09 and 7.61 billion; outside the embedding 0.36, 1.31, 2.77 and 6.53."""
+    """The numbers are those of Qwen2.5's model cards, in billions, with and without the embedding."""
     for name, total, rest in zip(memory.SHAPES, (0.49, 1.54, 3.09, 7.61), (0.36, 1.31, 2.77, 6.53)):
         config = memory.load_config(name)
         model = memory.count_model(config)
@@ -216,7 +216,7 @@ def test_command_line_says_what_fits(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["memory.py", "--model", "SmolLM2-135M", "--cpu-gb", "16"])
     memory.main(memory.parse_args())
     said = capsys.readouterr().out
-    assert "| process | 0.7 | 0.7 |" in said and "| weights gathered |  |  |" in said  # in float32, as a script there
+    assert "| process | 0.7 | 0.7 |" in said and "| weights gathered |  |  |" in said  # float32, the default on a CPU
     assert "does not fit in 16 GB; this would fit: --gradient-checkpointing" in said
     monkeypatch.setattr(sys, "argv", [*command, "--script", "dpo", "--group-size", "4"])
     with pytest.raises(SystemExit, match="dpo.py has no --group-size"):
@@ -231,7 +231,7 @@ def test_a_models_own_settings_come_before_those_of_real_models():
 
 
 def test_the_formulas_are_what_a_process_held():
-    """Within 20 % of benchmark/memory_cpu.py's, where freed memory is given back."""
+    """They are within 20 % of the measurements of benchmark/memory_cpu.py that give freed memory back."""
     rows = [(formula / row["bytes_given_back"], row["settings"]) for _, formula, row in memory.read_measured()]
     assert len(rows) == 8 and [row for row in rows if not 0.8 < row[0] < 1.2] == []
 
@@ -244,14 +244,14 @@ def test_the_page_is_what_the_tool_writes(tmp_path):
 
 
 def torchrun_commands():
-    """(page, command) of every torchrun on the pages, its lines joined."""
+    """Yield (page, command) for every torchrun command on the pages, with its lines joined."""
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").glob("*.md"))]:
         for command in re.findall(r"torchrun [^`\n]*?\w+\.py[^`\n]*", page.read_text().replace("\\\n", " ")):
             yield page.name, " ".join(command.split())
 
 
 def test_every_torchrun_command_of_the_pages_fits_its_gpus():
-    """GPUs of 80 GB, by the same formulas as `tools/memory.py`; a command that resumes has the settings of its run."""
+    """The GPUs have 80 GB. Commands that resume are left out, because they use the settings of their run."""
     fit = []
     for page, command in torchrun_commands():
         script, flags = re.search(r"(\w+)\.py(.*)", command).groups()

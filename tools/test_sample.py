@@ -1,4 +1,4 @@
-"""tools/sample.py: what it prints and keeps is what grpo.py samples and rewards, and sft.py reads it back."""
+"""Tests of tools/sample.py: it prints and keeps what grpo.py samples and rewards, and sft.py can read its files."""
 
 import io
 import os
@@ -29,7 +29,7 @@ def here(tmp_path, monkeypatch):
 
 
 def run(*flags):
-    """Run the tool with these flags, on a few sums where they name no data."""
+    """Run the tool with these flags, on a few sums if the flags name no data."""
     if not {"--dataset", "--prompt", "--split"} & {*flags}:
         write_jsonl("sums.jsonl", TEST[:32])
         flags = ("--dataset", "sums.jsonl", "--eval-prompts", 16, *flags)
@@ -64,7 +64,7 @@ def test_the_calculator_writes_into_completions_and_its_tokens_are_marked(capsys
 def test_pass_at_k_is_the_share_of_draws_of_k_with_a_right_one():
     right, wrong = ("\\boxed{2}", 1.0, False), ("\\boxed{3}", 0.0, True)
     samples = [({"answer": "2"}, *one) for one in (right, wrong, wrong, wrong, right, right, wrong, wrong)]
-    line = sample.summary(samples, 4)  # of two draws of four 3 of 6 have the one right, 5 of 6 one of two right
+    line = sample.summary(samples, 4)  # with one right of four, 3 of 6 pairs have it; with two right, 5 of 6 have one
     assert line.endswith(f"accuracy 0.375, pass@2 {(3 / 6 + 5 / 6) / 2:.3f}, pass@4 1.000")
     assert line.startswith("2 prompts, 8 completions, truncated 0.625, mean reward 0.375")
     assert sample.summary(samples[:2], 1).endswith("accuracy 0.500")
@@ -96,7 +96,7 @@ def test_greedy_completions_are_those_of_an_evaluation_and_samples_are_of_the_se
 
 
 SMALL = [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(1, 6)]
-ROWS = [  # more than an evaluation has, of a test split; all of a small file; those of the data, without any input
+ROWS = [  # more rows of a test split than an evaluation has; all rows of a small file; its held-out rows
     (["--split", "test", "--eval-prompts", 4, "--num-prompts", 512], TEST),
     (["--split", "train", "--eval-prompts", 0, "--dataset", "rows.jsonl"], SMALL),
     (["--split", "test", "--eval-prompts", 2, "--dataset", "rows.jsonl"], [SMALL[0], SMALL[4]]),
@@ -216,7 +216,7 @@ def test_the_file_is_there_when_it_is_whole_and_not_where_nothing_is_right(monke
     run("--num-prompts", 2, "--out", "a.jsonl")
     assert len(read_jsonl("a.jsonl")) == 8 and not Path("a.jsonl.unfinished").exists()
     monkeypatch.setattr(grpo, "reward_fn", lambda *_: 0.0)
-    with pytest.raises(SystemExit, match="--keep right: no prompt gave any: 2 prompts, 4 completions"):
+    with pytest.raises(SystemExit, match="--keep right: there are no rows to keep: 2 prompts, 4 completions"):
         run("--num-prompts", 2, "--num-samples", 2, "--keep", "right", "--out", "b.jsonl")
     assert not [*Path().glob("b.jsonl*")]
 
@@ -236,10 +236,10 @@ BAD = [
     (["--temperature", "-1"], "--temperature -1.0: must be a finite number of at least 0"),
     (["--temperature", "nan"], "--temperature nan: must be"),
     (["--num-samples", "0"], "--num-samples 0: must be a finite number of at least 1"),
-    (["--keep", "right", "--prompt", "1+1="], "--keep right: own prompts have no answers"),
+    (["--keep", "right", "--prompt", "1+1="], "--keep right: your own prompts have no answers"),
     (["--prompt", "1+1=", "--max-completion-length", "300"], "but the model's context has 256"),
     (["--eval-prompts", "0", "--dataset", "sums.jsonl"], "--eval-prompts 0: no rows are held out"),
-    (["--prompt", "1+1=", "--dataset", "rows.jsonl"], "--prompt and --dataset: give one of them"),
+    (["--prompt", "1+1=", "--dataset", "rows.jsonl"], "--prompt and --dataset: give only one of them"),
     (["--prompt", "1+1=", "--prompt", ""], "prompt 2, '': without a user's turn"),
     (["--prompt", "1+" * 40], "prompt 1, '1.1.*: too long"),
     (["--out", "rows.jsonl"], "--out rows.jsonl exists"),

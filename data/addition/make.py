@@ -1,10 +1,11 @@
-"""Make the embedded task: sums of two to four numbers from 1 to 99. Every run writes the same bytes.
+"""Make the data of the bundled task: sums of two to four numbers from 1 to 99. Every run writes the same bytes.
 
     python data/addition/make.py [FOLDER]
 
 sft.jsonl    20,000 rows {prompt, completion}; a third of the completions show their work before the boxed answer
 train.jsonl   4,096 rows {prompt, answer}
 test.jsonl      512 rows {prompt, answer}
+
 No prompt occurs twice, within a file or across files.
 """
 
@@ -19,8 +20,8 @@ NUM_TERMS = (2, 3, 4, 4, 4)  # there are only 9,801 ordered sums of two numbers
 
 
 def make_sum(rng):
-    """Return (prompt, completion that shows its work, answer) of one random sum, e.g. 17+58+36= and 111."""
-    # Only random.random() is promised to give the same numbers in every version of Python.
+    """Return (prompt, completion that shows its work, answer) of one random sum, for example of 17+58+36=."""
+    # Only random.random() is guaranteed to give the same numbers in every version of Python.
     terms = [1 + int(rng.random() * 99) for _ in range(NUM_TERMS[int(rng.random() * len(NUM_TERMS))])]
     total, steps = terms[0], []
     for term in terms[1:]:

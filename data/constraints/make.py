@@ -3,6 +3,7 @@
     python data/constraints/make.py [FOLDER]
 
 train.jsonl, test.jsonl    994 and 200 rows {prompt, answer}; the answer is the constraint as JSON
+
 README.md describes the kinds of constraints and says where the instructions come from.
 """
 
@@ -44,7 +45,7 @@ VALUES = {
 
 
 def add_constraint(rng, instruction, kind, split):
-    """Return the row of an instruction with a constraint of this kind."""
+    """Return a row with the instruction and a constraint of this kind."""
     value = rng.choice(VALUES[split].get(kind, [None]))
     prompt = f"{instruction}\n\n{TEXTS[kind].format(value)}"
     constraint = {"kind": kind, "value": value, "instruction": instruction.split("\n")[0]}

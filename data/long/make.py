@@ -1,13 +1,15 @@
-"""Make the harder embedded task: sums of three to eight numbers from 1 to 99. Every run writes the same bytes.
+"""Make the data of the harder bundled task: sums of three to eight numbers from 1 to 99.
 
     python data/long/make.py [FOLDER [SHOW_WORK [SAID_TWICE]]]        (default: this folder, 0.25 and 0)
 
-sft.jsonl    40,000 rows {prompt, completion}, not shipped: models/long is made of them
+sft.jsonl    40,000 rows {prompt, completion}, the training data of models/long; not in the repository
 train.jsonl   8,192 rows {prompt, answer}
 test.jsonl      512 rows {prompt, answer}
-No prompt occurs twice, within a file or across files. A share of the completions shows its work and says some of the
-steps twice. To 0.4 of all completions a dot is added, to 0.4 of those another, and so on: a habit that no reward speaks
-of, so that only the algorithm can move it.
+
+Every run writes the same bytes. No prompt occurs twice, within a file or across files. SHOW_WORK is the share of the
+completions that show their work, and SAID_TWICE the share of the steps that these repeat. A completion gets a dot at
+its end with probability 0.4, then another dot with probability 0.4, and so on. No reward looks at these dots, so only
+the algorithm can change how many the model writes.
 """
 
 import json
@@ -21,8 +23,8 @@ NUM_TERMS = (3, 4, 5, 6, 7, 8)
 
 
 def make_sum(rng):
-    """Return (prompt, steps, answer) of one random sum, e.g. 17+58+36=, [17+58=75, 75+36=111] and 111."""
-    # Only random.random() is promised to give the same numbers in every version of Python.
+    """Return (prompt, steps, answer) of one random sum, for example 17+58+36=, [17+58=75, 75+36=111] and 111."""
+    # Only random.random() is guaranteed to give the same numbers in every version of Python.
     terms = [1 + int(rng.random() * 99) for _ in range(NUM_TERMS[int(rng.random() * len(NUM_TERMS))])]
     total, steps = terms[0], []
     for term in terms[1:]:

@@ -1,9 +1,10 @@
-"""Make preference pairs of politeness. Every run writes the same bytes.
+"""Make preference pairs in which the polite answer is the better one. Every run writes the same bytes.
 
     python data/manners/make.py instruction-data-with-preference.json [FOLDER]
 
-train.jsonl, test.jsonl    994 and 100 rows {prompt, chosen, rejected}: one answer in two tones
-README.md says where the file comes from.
+train.jsonl, test.jsonl    994 and 100 rows {prompt, chosen, rejected}: the same answer in two tones
+
+README.md says where the source file comes from.
 """
 
 import json
@@ -24,7 +25,7 @@ def main(source, folder=Path(__file__).parent):
     counts = {}
     for row in rows:
         counts[row["prompt"]] = counts.get(row["prompt"], 0) + 1
-    test = [row for row in rows if counts[row["prompt"]] == 1][:TEST]  # no prompt is in both
+    test = [row for row in rows if counts[row["prompt"]] == 1][:TEST]  # so no prompt is in both files
     files = {"train": [row for row in rows if row not in test], "test": test}
     for name, part in files.items():
         path = Path(folder, f"{name}.jsonl")

@@ -1,21 +1,22 @@
-"""Make preference pairs about sums from what the base model says, by a rule: right beats wrong, shown work beats none.
+"""Make preference pairs of sums from samples of the bundled model, ranked by a rule.
 
     python data/preferences/make.py [FOLDER]
 
 train.jsonl   4,096 rows {prompt, chosen, rejected, kind}
 test.jsonl      512 rows of the same form
-Completions are sampled from models/tiny, 16 for each of 8,192 fresh prompts: none is in data/addition, and none in both
-files. The temperature is 1.5, at which 1 sample in 9 shows wrong work; at 1 it is 1 in 65. Of a file are, as (chosen,
-rejected),
 
-    right work, wrong work     20 %   both show work, and only reading it tells them apart
-    right answer, wrong work   10 %   the winner answers at once: work is not better for being shown
-    right work, wrong answer   30 %   only the winner shows work, and the loser is wrong
-    right work, right answer   25 %   only the winner shows work, and both are right
+The rule prefers right completions to wrong ones, and shown work to none. models/tiny writes 16 completions for each of
+8,192 new prompts. No prompt is in data/addition, and none is in both files. At the temperature of 1.5, 1 sample in 9
+shows wrong work; at 1 it is 1 in 65. Each file has these kinds of pairs (chosen, rejected):
+
+    right work, wrong work     20 %   both show work, which must be read to rank them
+    right answer, wrong work   10 %   the chosen one answers at once: showing work is not enough
+    right work, wrong answer   30 %   only the chosen one shows work, and the other one is wrong
+    right work, right answer   25 %   only the chosen one shows work, and both are right
     right answer, wrong answer 15 %   neither shows work
 
-Work is right if it says what data/addition/make.py would write. Every run on one machine writes the same bytes; another
-machine's arithmetic may sample other completions, so the committed files are the reference.
+Work is right if it is exactly what data/addition/make.py would write. Every run on the same machine writes the same
+bytes. Another machine may round differently and sample other completions, so the committed files are the reference.
 """
 
 import json
@@ -45,7 +46,7 @@ KINDS = {  # (chosen, rejected): share of a file
 
 
 def fresh_sums(count):
-    """Return count sums (prompt, completion that shows its work, answer) that are not in data/addition."""
+    """Return this number of sums (prompt, completion that shows its work, answer) that are not in data/addition."""
     seen = set()
     for path in (ROOT / "data" / "addition").glob("*.jsonl"):
         seen |= {json.loads(line)["prompt"] for line in path.read_text().splitlines()}
@@ -59,7 +60,7 @@ def fresh_sums(count):
 
 
 def classify(completion, worked, answer):
-    """Say whether a completion shows its work or answers at once, and whether all of it is right; None if malformed."""
+    """Return whether a completion shows work or answers at once, and whether it is right, or None if malformed."""
     if completion == worked:
         return "right work"
     if completion.startswith("<think>") and "</think>\\boxed{" in completion and completion.endswith("}"):
@@ -70,7 +71,7 @@ def classify(completion, worked, answer):
 
 
 def sample_completions(sums):
-    """Return {class: distinct completions} for every sum."""
+    """Return {class: distinct completions} for each sum."""
     grpo.init_ranks()
     tokenizer = AutoTokenizer.from_pretrained(str(ROOT / "models" / "tiny"))
     policy = grpo.LogprobModel(grpo.load_model(str(ROOT / "models" / "tiny"), tokenizer))
@@ -99,7 +100,7 @@ def main(folder):
     found, rng = sample_completions(sums), random.Random(2)
     first = 0
     for name, num_rows in FILES.items():
-        # The prompts of the two files are apart; a prompt has at most one pair of a kind.
+        # The two files share no prompt, and a prompt has at most one pair of each kind.
         last = first + NUM_PROMPTS * num_rows // sum(FILES.values())
         rows, share_so_far = [], 0.0
         for (better, worse), share in KINDS.items():
@@ -117,7 +118,7 @@ def main(folder):
             share_so_far += share
             count = round(share_so_far * num_rows) - len(rows)
             if len(pairs) < count:
-                raise SystemExit(f"{name}: {len(pairs)} pairs of {better}, {worse}, and {count} are asked for")
+                raise SystemExit(f"{name}: only {len(pairs)} pairs of {better}, {worse}, but {count} are needed")
             print(f"{name}: {count} of {len(pairs)} pairs of {better}, {worse}")
             rows += pairs[:count]
         rng.shuffle(rows)

@@ -1,10 +1,12 @@
-"""Make prompts with answers of SVAMP and MAWPS, and solutions of MAWPS by equations. Every run writes the same bytes.
+"""Make prompts with answers from SVAMP, and with solutions from MAWPS. Every run writes the same bytes.
 
     python data/word_problems/make.py SVAMP.json MAWPS.csv [FOLDER]
 
-svamp/train.jsonl, test    SVAMP, 700 and 300 rows {prompt, answer}
-mawps/train.jsonl, test    MAWPS, 1,504 and 200; their answers are equations, one a line, and the boxed result
-No text is in two files, also with other numbers in it. README.md says where the two files come from.
+svamp/train.jsonl, svamp/test.jsonl    SVAMP: 700 and 300 rows {prompt, answer}
+mawps/train.jsonl, mawps/test.jsonl    MAWPS: 1,504 and 200 rows {prompt, answer}
+
+An answer of SVAMP is a number. An answer of MAWPS is the equations of its solution, one per line, and the boxed result.
+No text is in two of the files, not even with other numbers in it. README.md says where the two sources come from.
 """
 
 import csv
@@ -16,7 +18,7 @@ from fractions import Fraction
 from pathlib import Path
 
 TEST_SVAMP, TEST_MAWPS = 300, 200
-ROUNDED = 0.02  # as MAWPS rounds its answers
+ROUNDED = 0.02  # MAWPS rounds its answers
 
 
 def write_number(value):
@@ -48,7 +50,7 @@ def read_svamp(path):
     rows = []
     for row in json.loads(Path(path).read_text()):
         body, question = row["Body"].strip(), row["Question"].strip()
-        # A body that ends without a stop is the first half of the question's sentence.
+        # A body that ends without a full stop is the first half of the question's sentence.
         if body[-1] not in ".?!":
             body, question = f"{body.rstrip(',')},", question[0].lower() + question[1:]
         rows.append({"prompt": f"{body} {question}", "answer": write_number(Fraction(str(row["Answer"])))})
@@ -70,7 +72,7 @@ def read_mawps(path):
 
 
 def split(rows, num_test, taken=()):
-    """Return train and test rows; texts that differ in numbers alone stay on one side, exact copies are dropped."""
+    """Return train and test rows. Texts that differ only in numbers stay on one side, and copies are dropped."""
     groups = {}
     for row in rows:
         if row["prompt"] not in [other["prompt"] for other in groups.setdefault(without_numbers(row["prompt"]), [])]:
@@ -78,7 +80,7 @@ def split(rows, num_test, taken=()):
     keys = [key for key in groups if key not in taken]
     random.Random(0).shuffle(keys)
     test = []
-    while len(test) < num_test:  # one of each text
+    while len(test) < num_test:  # one row of each text
         test.append(groups.pop(keys.pop())[0])
     train = [row for key in keys for row in groups[key]]
     return train, test

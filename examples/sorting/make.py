@@ -1,12 +1,13 @@
-"""Make the sorting task: lists of four to six digits. Every run writes the same bytes.
+"""Make the data of the sorting task: lists of four to six digits. Every run writes the same bytes.
 
     python examples/sorting/make.py [FOLDER]                         (default: runs/sorting/data)
 
-sft.jsonl    20,000 rows {prompt, completion}, such as 3 0 7 3= and 0 3 3 7; half of the completions are spoiled: two
-             numbers change places (they may be equal), one is missing, or one is there once too often
+sft.jsonl    20,000 rows {prompt, completion}, such as 3 0 7 3= and 0 3 3 7
 train.jsonl   4,096 rows {prompt, answer}
 test.jsonl      512 rows {prompt, answer}
-No prompt occurs twice, within a file or across files.
+
+Half of the completions are spoiled: two numbers are swapped (they may be equal), one number is missing, or one number
+occurs once too often. No prompt occurs twice, within a file or across files.
 """
 
 import json
@@ -18,8 +19,8 @@ FILES = {"test.jsonl": 512, "train.jsonl": 4096, "sft.jsonl": 20000}
 
 
 def spoil(numbers, rng):
-    """Return the sorted numbers, or half of the time a list that looks like them."""
-    # Only random.random() is promised to give the same numbers in every version of Python.
+    """Return the sorted numbers, in half of the calls with one mistake."""
+    # Only random.random() is guaranteed to give the same numbers in every version of Python.
     kind, i, j = (int(rng.random() * count) for count in (6, len(numbers), len(numbers)))
     spoiled = list(numbers)
     if kind == 0:

@@ -2,8 +2,8 @@
 
     python examples/sorting/rewards.py inclusion --num-steps 20
 
-Flags are those of grpo.py; without --model and --dataset they are the base and the data that run.sh beside it makes.
-Whatever the reward is, eval/accuracy and pass@k count exact match.
+It takes the flags of grpo.py. By default, --model and --dataset are the base model and the data that run.sh makes.
+eval/accuracy and pass@k count exact matches, whatever the reward is.
 """
 
 import sys
@@ -17,25 +17,25 @@ import grpo  # noqa: E402, after its folder is on the path
 
 
 def numbers(text):
-    """The numbers among the words of a text; all else is overlooked."""
+    """Return the numbers among the words of a text, without all other words."""
     return [int(word) for word in text.split() if word.isdecimal() and len(word) < 10]
 
 
 def exact(completion, answer):
-    """True, which is 1, for the sorted list and False for everything else."""
+    """Return True, a reward of 1, for the sorted list and False for everything else."""
     return completion.split() == answer.split()
 
 
 def position(completion, answer):
-    """The share of the answer's numbers that stand at their place. What comes after them costs nothing."""
+    """Return the share of the answer's numbers that are in their place. Numbers after these are ignored."""
     given, gold = numbers(completion), numbers(answer)
     return sum(a == b for a, b in zip(given, gold)) / len(gold)
 
 
 def inclusion(completion, answer):
-    """How many of the answer's numbers are there, and how many neighbours are in order: 1 for the sorted list.
+    """Return how many of the answer's numbers are present plus how many neighbours are in order, scaled.
 
-    Both are divided by what the sorted list would have: more neighbours than that make a reward over 1.
+    The sum is divided by that of the sorted list, which earns 1. A longer list has more neighbours and can earn more.
     """
     given, gold = numbers(completion), numbers(answer)
     included = sum(number in given for number in gold)
@@ -44,10 +44,10 @@ def inclusion(completion, answer):
 
 
 def repaired(completion, answer):
-    """The same two counts, of what cannot be had for nothing: only the sorted list has 1, and everything else less.
+    """Return the same two counts as inclusion, without its loophole: only the sorted list earns 1, all others less.
 
-    A number counts as often as it is in both lists, every word of the completion is a number or a fault, and the longer
-    of the two lists divides.
+    A number counts as often as it occurs in both lists, a word that is not a number is an error, and the sum is divided
+    by that of a sorted list as long as the longer of the two.
     """
     given, gold = completion.split(), answer.split()
     included = sum((Counter(given) & Counter(gold)).values())
@@ -60,9 +60,9 @@ REWARDS = {"exact": exact, "position": position, "inclusion": inclusion, "repair
 
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1] not in REWARDS:
-        raise SystemExit(f"python {sys.argv[0]} {'|'.join(REWARDS)} [flags of grpo.py]")
+        raise SystemExit(f"usage: python {sys.argv[0]} {'|'.join(REWARDS)} [flags of grpo.py]")
     grpo.reward_fn, grpo.is_right = REWARDS[sys.argv.pop(1)], exact
-    if not any(word.startswith("--resume") for word in sys.argv):  # a run keeps its own
-        # Flags that are given come later, and of a flag that comes twice the last one counts.
+    if not any(word.startswith("--resume") for word in sys.argv):  # a resumed run keeps its own
+        # Flags given by hand come later and win.
         sys.argv[1:1] = ["--model", "runs/sorting/base/checkpoint", "--dataset", "runs/sorting/data"]
     grpo.main(grpo.parse_args())

@@ -1,16 +1,17 @@
 #!/bin/sh
-# Sorting with four rewards: data, a base model by sft.py, grpo.py with each reward, the picture and what was sampled.
+# Train a model to sort under four rewards. The script makes the data, trains a base model with sft.py, trains it with
+# grpo.py under each reward, draws a picture, and prints samples. Results go to runs/sorting.
 #
 #     sh examples/sorting/run.sh                                   (SEEDS=1 for one seed instead of three)
 #
-# What is finished is skipped and what was saved goes on, so that the same command takes up a run that was stopped.
+# If it was stopped, call it again: it skips finished runs and resumes a run that has a saved state.
 set -eu
 cd "$(dirname "$0")/../.."
 folder=${FOLDER:-runs/sorting} seeds=${SEEDS:-1 2 3} rewards=${REWARDS:-exact position inclusion repaired}
 base_steps=${BASE_STEPS:-300} steps=${STEPS:-24} flags=${FLAGS:---eval-every 8 --eval-prompts 256}
 export OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1
 
-train() { # RUN STEPS COMMAND SETTINGS
+train() { # train RUN STEPS COMMAND SETTINGS: skip a finished run, resume a stopped one
     if [ -d "$1/state/$(printf %08d "$2")" ]; then return; fi
     if ls "$1"/state/0* > /dev/null 2>&1; then
         $3 --resume "$1" --num-steps "$2"

