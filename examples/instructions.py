@@ -25,14 +25,18 @@ sys.path.insert(0, str(ROOT))
 
 # Settings for SmolLM2-135M-Instruct. A flag given by hand comes later and wins.
 DATA = [f"--dataset={ROOT / 'data' / 'constraints'}", "--system-prompt="]
-TRAINING = ["--num-steps=15", "--learning-rate=2e-5", "--warmup-steps=0"]
+TRAINING = ["--num-steps=15", "--learning-rate=5e-5", "--warmup-steps=0", "--rollout-batch-size=128"]
 WITHOUT_KL = {"grpo": ["--kl-coef=0"], "grpo_process": ["--kl-coef=0"]}
+
+
+def words_of(text):
+    return re.findall(r"[\w'’-]+", text.lower())
 
 
 def meets(text, kind, value):
     """Return whether a text meets a constraint; data/constraints/make.py has their wording."""
     if kind == "at most":
-        return len(re.findall(r"[\w'’-]+", text)) <= value
+        return len(words_of(text)) <= value
     if kind == "include":
         return re.search(rf"\b{value}\b", text.lower()) is not None
     if kind == "lowercase":
@@ -42,7 +46,8 @@ def meets(text, kind, value):
     if kind == "quotes":
         return text.startswith('"') and text.endswith('"')
     if kind == "bullets":
-        return len(re.findall(r"(?m)^\* +\S", text)) == value
+        points = [tuple(words_of(point)) for point in re.findall(r"(?m)^\* +(\S.*)", text)]
+        return len(points) == len(set(points)) == value
     if kind == "no commas":
         return "," not in text
     if kind == "begin":
@@ -50,21 +55,17 @@ def meets(text, kind, value):
     raise ValueError(f"unknown kind of constraint: {kind}")
 
 
-def is_own_answer(text, value, instruction):
-    """Return whether a text has at least three different words of its own and does not repeat the instruction."""
-    text = text.lower()
-    repeats = instruction.lower() in text
-    if isinstance(value, str):
-        text = text.replace(value.lower(), " ")  # required words are not its own
-    return len(set(re.findall(r"[\w'’-]+", text))) >= 3 and not repeats
+def is_own_answer(text, instruction, constraint):
+    """Return whether a text has three different words that the constraint lacks, and copies no part of the prompt."""
+    copied = any(part.lower().rstrip(".") in text.lower() for part in (instruction, constraint))
+    return not copied and len({*words_of(text)} - {*words_of(constraint)}) >= 3
 
 
 def is_right(completion, answer):
-    """Return whether a completion meets the constraint of its row."""
-    constraint = json.loads(answer)
+    """Return whether a completion meets the constraint of its row with an answer of its own."""
+    row = json.loads(answer)
     text = completion.strip()
-    own = is_own_answer(text, constraint["value"], constraint["instruction"])
-    return own and meets(text, constraint["kind"], constraint["value"])
+    return is_own_answer(text, row["instruction"], row["constraint"]) and meets(text, row["kind"], row["value"])
 
 
 def prepare(script):

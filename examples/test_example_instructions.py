@@ -9,6 +9,7 @@ import pytest
 from tiny import ROOT, load_module, read_jsonl
 
 instructions = load_module(ROOT / "examples" / "instructions.py")
+make = load_module(ROOT / "data" / "constraints" / "make.py")
 DATA = ROOT / "data" / "constraints"
 ROWS = {split: read_jsonl(DATA / f"{split}.jsonl") for split in ("train", "test")}
 INSTRUCTION = "Name three fruits."
@@ -27,7 +28,8 @@ CASES = [
 
 
 def is_right(completion, kind, value):
-    answer = json.dumps({"kind": kind, "value": value, "instruction": INSTRUCTION})
+    constraint = make.TEXTS[kind].format(value)
+    answer = json.dumps({"kind": kind, "value": value, "instruction": INSTRUCTION, "constraint": constraint})
     return instructions.is_right(completion, answer)
 
 
@@ -43,6 +45,9 @@ def test_a_completion_is_right_if_it_meets_its_constraint(kind, value, good, bad
     [
         ("end", "That is all.", "That is all."),  # the required phrase alone
         ("include", "river", "River river river, yes."),
+        ("include", "river", 'Include the word "river" in your answer.'),  # the constraint
+        ("include", "river", 'Including the word "river" in my answer.'),
+        ("bullets", 2, "* an apple and a pear\n* An apple and a pear!"),  # one point, twice
         ("quotes", None, '"Yes."'),
         ("at most", 5, "Yes yes yes."),  # the same word again
         ("no commas", None, "Name three fruits. Do not use any commas in your answer."),  # the prompt
@@ -72,6 +77,16 @@ def test_the_files_are_what_make_writes(tmp_path):
     subprocess.run([sys.executable, DATA / "make.py", tmp_path], check=True, stdout=subprocess.DEVNULL)
     for split in ROWS:
         assert (tmp_path / f"{split}.jsonl").read_bytes() == (DATA / f"{split}.jsonl").read_bytes()
+
+
+def test_the_present_rule_closes_the_holes_of_the_first_one():
+    """The completions are from a run with the first rule; docs/real_model.md has these numbers."""
+    counts = {}
+    for row in read_jsonl(ROOT / "benchmark" / "results" / "instructions_hacked.jsonl"):
+        kind = json.loads(row["answer"])["kind"]
+        before, after = counts.get(kind, (0, 0))
+        counts[kind] = before + row["old_reward"], after + instructions.is_right(row["completion"], row["answer"])
+    assert counts == {"include": (9, 3), "bullets": (18, 12)}
 
 
 @pytest.mark.slow

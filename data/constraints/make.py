@@ -47,9 +47,9 @@ VALUES = {
 def add_constraint(rng, instruction, kind, split):
     """Return a row with the instruction and a constraint of this kind."""
     value = rng.choice(VALUES[split].get(kind, [None]))
-    prompt = f"{instruction}\n\n{TEXTS[kind].format(value)}"
-    constraint = {"kind": kind, "value": value, "instruction": instruction.split("\n")[0]}
-    return {"prompt": prompt, "answer": json.dumps(constraint)}
+    text = TEXTS[kind].format(value)
+    answer = {"kind": kind, "value": value, "instruction": instruction.split("\n")[0], "constraint": text}
+    return {"prompt": f"{instruction}\n\n{text}", "answer": json.dumps(answer)}
 
 
 def main(folder=HERE):
