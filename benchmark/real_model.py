@@ -3,7 +3,7 @@
     python benchmark/real_model.py                              every run that benchmark/results/real_model.csv lacks
     python benchmark/real_model.py --runs grpo dapo --seeds 1   these, and first what they begin from
     python benchmark/real_model.py --show                       the commands
-    python benchmark/real_model.py --page                       write the tables and pictures of docs/real_model.md
+    python benchmark/real_model.py --page                       write the tables and pictures of the pages
 
 Two runs work at a time, with a core each. Start one of these commands at a time, since each writes the csv. A run is a
 folder runs/real_model/NAME_SEED. An interrupted run is resumed, and its minutes are then those of the last part.
@@ -41,10 +41,11 @@ from transformers import AutoTokenizer
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import grpo  # noqa: E402
+from examples.instructions import words_of  # noqa: E402
 
 FOLDER, RESULTS = Path("runs", "real_model"), ROOT / "benchmark" / "results"
 RESULT, SAMPLES = RESULTS / "real_model.csv", RESULTS / "real_model_samples.jsonl"
-PAGE, PICTURES = ROOT / "docs" / "real_model.md", ROOT / "docs" / "pictures"
+PAGES, PICTURES = [ROOT / "README.md", ROOT / "docs" / "real_model.md"], ROOT / "docs" / "pictures"
 MODEL, MAWPS, SVAMP, MANNERS = "models/smollm2", "data/word_problems/mawps", "data/word_problems/svamp", "data/manners"
 BOXED = r"Reason step by step, and put your final answer within \boxed{}."
 WORDS = "--max-completion-length 48 --eval-prompts 0"
@@ -64,11 +65,11 @@ class Run:
     flags: str
     base: str = ""
     looks: tuple = ()
-    sampled: str = ""
     system_prompt: str = ""
     reward_model: str = ""
     precision: str = "bfloat16"
     seeds: tuple = (1, 2, 3)
+    sampled: str = ""
 
 
 def on_words(script, flags="", data=MAWPS, looks=("MAWPS", "SVAMP"), steps=16, rate="1e-5", **options):
@@ -123,14 +124,14 @@ RUNS = {
     "instructions": Run("examples/instructions.py grpo", "--eval-prompts 200 --eval-every 5", precision="float32"),
     "instructions_sft": Run(
         "sft",
-        "--eval-prompts 0 --num-steps 30 --minibatch-size 32 --learning-rate 2e-5 --warmup-steps 0",
+        "--eval-prompts 0 --num-steps 40 --minibatch-size 32 --learning-rate 5e-5 --warmup-steps 0",
         looks=("instructions",),
-        sampled="--split train --num-prompts 240 --num-samples 8 --keep right --show 0",
+        sampled="--split train --num-prompts 320 --num-samples 8 --keep right --show 0",
         precision="float32",
     ),
 }
 for other in ("reinforce", "dr_grpo", "dapo", "gspo", "cispo"):
-    rounds = " --max-rounds 2 --num-steps 8" * (other == "dapo")  # as many completions as the others
+    rounds = " --max-rounds 2 --num-steps 10" * (other == "dapo")  # as many completions as the others
     options = {"precision": "float32", "seeds": (1,)}
     RUNS[f"instructions_{other}"] = Run(f"examples/instructions.py {other}", f"--eval-prompts 0{rounds}", **options)
 
@@ -242,11 +243,22 @@ def held_out():
 
 
 def mark_right(rows, lines):
-    """Add to rows of evaluations which held-out instructions were followed: a 0 or 1 each, in the file's order."""
+    """Add to rows of evaluations how the held-out instructions were followed.
+
+    "right" has a 0 or 1 for each instruction, in the order of the file. "recall" is the mean share of the words of the
+    reference answer, in data/manners, that the completion has (the recall of ROUGE-1, for distinct words).
+    """
+    references = {row["prompt"]: row["chosen"] for row in read_jsonl(ROOT / MANNERS / "test.jsonl")}
     for row in rows:
-        rewards = {line["prompt"]: line["reward"] for line in lines if line["step"] == row["step"]}
-        if rewards.keys() == held_out().keys():
-            row["right"] = "".join("1" if rewards[prompt] else "0" for prompt in held_out())
+        found = {line["prompt"]: line for line in lines if line["step"] == row["step"]}
+        if found.keys() != held_out().keys():
+            continue
+        row["right"] = "".join("1" if found[prompt]["reward"] else "0" for prompt in held_out())
+        shares = []
+        for prompt, line in found.items():
+            expected = {*words_of(references[prompt.rpartition("\n\n")[0]])}
+            shares.append(len(expected & {*words_of(line["completion"])}) / len(expected))
+        row["recall"] = mean(shares)
 
 
 def count_completions(rows, args):
@@ -474,27 +486,39 @@ def rights_of(rows):
 
 def instructions_table(rows):
     """What the model does with held-out instructions, by step, and after fine-tuning on its own right samples."""
-    metrics = ("eval/accuracy", "eval/pass@1", "eval/pass@4")
+    metrics = ("eval/accuracy", "eval/pass@1", "eval/pass@4", "recall")
     found = instructions_by_step(rows)
     lines = [[title, *(over_seeds([row[m] for row in found[title]]) for m in metrics)] for title in found]
-    return table(["", "greedy accuracy", "pass@1", "pass@4"], lines)
+    return table(["", "greedy accuracy", "pass@1", "pass@4", "words of the reference"], lines)
+
+
+def accuracy_by_kind(rows):
+    """Return {title: {kind: greedy accuracy}} before training, after grpo.py and after sft.py, means over seeds."""
+    kinds = np.array([*held_out().values()])
+    accuracies = {}
+    for title, found in instructions_by_step(rows).items():
+        right = rights_of(found)
+        if title.endswith((" step 0", " step 20", "samples")):
+            title = "before" if title.endswith(" step 0") else title
+            accuracies[title] = {KINDS[kind]: right[:, kinds == kind].mean() for kind in KINDS} | {"all": right.mean()}
+    return accuracies
 
 
 def kinds_table(rows):
-    """Greedy accuracy by kind of constraint, in the order of the rise."""
-    kinds = np.array([*held_out().values()])
-    titles, columns = [], []
-    for title, found in instructions_by_step(rows).items():
-        if title.endswith((" step 0", " step 15", "samples")):
-            titles.append(title.replace("`grpo.py`, step 0", "before"))
-            columns.append(rights_of(found))
-    lines = []
-    for kind in {*kinds}:
-        lines.append([KINDS.get(kind, kind), *(right[:, kinds == kind].mean() for right in columns)])
-    lines.sort(key=lambda line: line[1] - line[2])
-    lines.append(["all", *(right.mean() for right in columns)])
-    lines = [[kind, *(f"{accuracy:.2f}" for accuracy in accuracies)] for kind, *accuracies in lines]
-    return table(["constraint", *titles], lines)
+    """Return the table of greedy accuracy by kind of constraint, with a row per kind."""
+    accuracies = accuracy_by_kind(rows)
+    lines = [[kind, *(f"{found[kind]:.2f}" for found in accuracies.values())] for kind in accuracies["before"]]
+    return table(["constraint", *accuracies], lines)
+
+
+def short_kinds_table(rows):
+    """Return the table of README.md: greedy accuracy before and after grpo.py, with a column per kind."""
+    accuracies = accuracy_by_kind(rows)
+    lines = [
+        [name, *(f"{accuracy:.2f}" for accuracy in accuracies[title].values())]
+        for name, title in (("before", "before"), ("after", "`grpo.py`, step 20"))
+    ]
+    return table(["", *accuracies["before"]], lines)
 
 
 def errors_table(rows):
@@ -523,9 +547,22 @@ def replies(_):
     return table(["instruction", "before", "after", "reward"], lines)
 
 
-KINDS = {"begin": "begin with a word (never trained)", "end": "end with a phrase", "quotes": "in quotation marks"}
-KINDS |= {"at most": "at most n words", "bullets": "n bullet points", "include": "include a word"}
-TABLES = {"instructions": instructions_table, "kinds": kinds_table, "errors": errors_table}
+KINDS = {
+    "quotes": "in quotation marks",
+    "end": "end with a phrase",
+    "at most": "at most n words",
+    "include": "include a word",
+    "bullets": "n bullet points",
+    "lowercase": "lowercase",
+    "no commas": "no commas",
+    "begin": "begin with a word (not trained)",
+}
+TABLES = {
+    "instructions": instructions_table,
+    "kinds": kinds_table,
+    "kinds in a row": short_kinds_table,
+    "errors": errors_table,
+}
 TABLES |= {"replies": replies, "words": words_table, "samples": samples_table, "evaluations": evaluations_table}
 TABLES |= {"commands": commands, "completions": completions}
 
@@ -634,7 +671,8 @@ def main(args):
         return None
     if not args.page:
         make(jobs, args.together)
-    PAGE.write_text(write_page(PAGE.read_text(), read_csv()))
+    for page in PAGES:
+        page.write_text(write_page(page.read_text(), read_csv()))
     draw(read_csv())
     draw_instructions(read_csv())
 

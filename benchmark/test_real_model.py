@@ -11,8 +11,9 @@ from tiny import ROOT, load_module, read_jsonl
 import grpo
 
 
-def test_the_page_is_what_the_csv_makes():
-    page = real_model.PAGE.read_text()
+@pytest.mark.parametrize("path", real_model.PAGES, ids=lambda path: path.name)
+def test_pages_are_what_the_csv_makes(path):
+    page = path.read_text()
     assert page == real_model.write_page(page, real_model.read_csv())
 
 

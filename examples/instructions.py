@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 # Settings for SmolLM2-135M-Instruct. A flag given by hand comes later and wins.
 DATA = [f"--dataset={ROOT / 'data' / 'constraints'}", "--system-prompt="]
-TRAINING = ["--num-steps=15", "--learning-rate=5e-5", "--warmup-steps=0", "--rollout-batch-size=128"]
+TRAINING = ["--num-steps=20", "--learning-rate=5e-5", "--warmup-steps=0", "--rollout-batch-size=128"]
 WITHOUT_KL = {"grpo": ["--kl-coef=0"], "grpo_process": ["--kl-coef=0"]}
 
 
