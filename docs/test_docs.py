@@ -187,6 +187,22 @@ def test_tables_of_the_results_are_those_of_the_measurements():
             assert all(map(shown_as, expected[first:], row)), (row, expected)
 
 
+def test_what_is_said_of_learning_is_what_was_measured():
+    path = ROOT / "benchmark" / "results" / "grpo_vs_trl_learning.json"
+    found = json.loads(path.read_text())["results"]["learning"]
+    said = []
+    for side in ("ours", "trl"):
+        for metric in ("eval/accuracy", "eval/pass@1"):
+            values = [run[metric] for run in found["runs"] if run["side"] == side]
+            said += [fmean(values), min(values), max(values)]
+    pairs = [[run["eval/pass@1"] for run in found["runs"] if run["seed"] == seed] for seed in range(1, 6)]
+    differences = [ours - trl for ours, trl in pairs]
+    said += [fmean(differences), stdev(differences) / len(differences) ** 0.5]
+    section = (ROOT / "docs" / "results.md").read_text(encoding="utf-8").partition("**Both learn equally fast")[2]
+    numbers = re.findall(r"(?<![\w-])-?\d+\.\d+", section.partition("![Rewards")[0])
+    assert len(numbers) == len(said) and all(map(shown_as, said, numbers)), (said, numbers)
+
+
 def test_what_is_said_of_the_curves_is_what_was_measured():
     found = json.loads((ROOT / "benchmark" / "results" / "grpo_vs_trl_curves.json").read_text())["results"]["curves"]
     rewards = {(run["side"], run["seed"]): [step["reward_mean"] for step in run["steps"]] for run in found["runs"]}
