@@ -251,7 +251,7 @@ def mark_right(rows, lines):
     references = {row["prompt"]: row["chosen"] for row in read_jsonl(ROOT / MANNERS / "test.jsonl")}
     for row in rows:
         found = {line["prompt"]: line for line in lines if line["step"] == row["step"]}
-        if found.keys() != held_out().keys():
+        if "eval/accuracy" not in row or found.keys() != held_out().keys():
             continue
         row["right"] = "".join("1" if found[prompt]["reward"] else "0" for prompt in held_out())
         shares = []
