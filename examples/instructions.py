@@ -3,7 +3,7 @@
 Zhou et al., "Instruction-Following Evaluation for Large Language Models" (2023), has constraints of this kind
 https://arxiv.org/abs/2311.07911v1
 Lambert et al., "Tulu 3: Pushing Frontiers in Open Language Model Post-Training" (2024), trains on them
-https://arxiv.org/abs/2411.15124
+https://arxiv.org/abs/2411.15124v1
 
 The data, data/constraints, has eight kinds of constraints; one of them is only in the held-out rows. The reward is 1 if
 the completion meets the constraint and is an answer of its own, otherwise 0. Accuracy and pass@k count the same.
