@@ -366,7 +366,7 @@ def test_edits_of_the_page_do_what_it_says(policy, monkeypatch):
     monkeypatch.setattr(grpo, "policy_loss", grpo.policy_loss)  # put back at the end
     k3, metric = kl_coefficients(policy)
     k1 = kl.k1(policy.fixed_logprobs, policy.ref_logprobs) / policy.lengths
-    expected = {"k3, as it is": k3, "k2": k1, "ratio · k3": k1, "wrong sign": -k3, "none": 0 * k3}
+    expected = {"k3, unchanged": k3, "k2": k1, "ratio · k3": k1, "wrong sign": -k3, "none": 0 * k3}
     assert expected.keys() == kl.EDITS.keys()
     for name, coefficients in expected.items():
         kl.edit_policy_loss(*kl.EDITS[name])
