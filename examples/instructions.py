@@ -56,7 +56,7 @@ def meets(text, kind, value):
 
 
 def is_own_answer(text, instruction, constraint):
-    """Return whether a text has three different words that the constraint lacks, and copies no part of the prompt."""
+    """Return whether a text has three words that the constraint lacks, and repeats neither part of the prompt."""
     copied = any(part.lower().rstrip(".") in text.lower() for part in (instruction, constraint))
     return not copied and len({*words_of(text)} - {*words_of(constraint)}) >= 3
 
