@@ -89,7 +89,7 @@ class Args:
     rollout_batch_size: int = 0
     """maximum completions sampled at once on each rank (0: all); set it if sampling runs out of memory"""
     sampler_weight_cap: float = 2.0
-    """maximum weight of a token: its probability under the policy divided by that under the sampler"""
+    """cap on the weight that corrects for rounding, a token's probability in training divided by that in sampling"""
 
     # optimization
     learning_rate: float = 1e-6
@@ -109,7 +109,7 @@ class Args:
     precision: Literal["auto", "bfloat16", "float32"] = "auto"
     """precision of the transformer blocks (auto: bfloat16 where the hardware supports it, otherwise float32)"""
     lora_rank: int = 0
-    """train LoRA adapters of this rank, with 3 to 10 times the learning rate (0: train the whole model)"""
+    """train LoRA adapters of this rank; set --learning-rate 3 to 10 times higher (0: train the whole model)"""
 
     # evaluation, saving, logging
     eval_every: int = 20
@@ -421,7 +421,7 @@ def parse_args():
         named |= named.get(Path(__file__).stem, {})  # those of this script
         settings = {name: named[name] for name in vars(args) if not isinstance(named.get(name, {}), dict)}
         if settings and os.environ.get("RANK", "0") == "0":
-            print(f"defaults of {args.model}: {settings}")
+            print(f"defaults from {args.model}/config.json (your flags replace them): {settings}")
     return tyro.cli(Args, default=Args(**settings))
 
 
@@ -492,7 +492,7 @@ def load_rows(args, read):
         for number, row in enumerate(rows):
             try:
                 if row.get("tools"):
-                    raise ValueError("the column tools would be lost: tool calls are not supported")
+                    raise ValueError('tool calls are not supported: the column "tools" must be empty')
                 found = read(row)
             except Exception as error:
                 raise SystemExit(f"{args.dataset}, {kind} row {number}: {error!r}; the row is {row!r:.300}") from error
@@ -507,7 +507,7 @@ def load_rows(args, read):
         loaded.append(examples)
         report = f"{len(examples)} {kind} rows of {args.dataset}, split {split}, dropped: {dict(dropped)}"
         if needed[kind] and not examples:
-            raise SystemExit(f"too few rows for --eval-prompts {args.eval_prompts}: {report}")
+            raise SystemExit(f"no {kind} row is left, with --eval-prompts {args.eval_prompts}: {report}")
         if dist.get_rank() == 0:
             print(report)
     return loaded[1], loaded[0]
@@ -581,7 +581,7 @@ def as_messages(prompt, system_prompt=""):
     for message in prompt:
         filled = {name: value for name, value in message.items() if value not in (None, [])}  # parquet fills in nulls
         if set(filled) - {"role", "content"} or not isinstance(filled.get("content", ""), str):
-            raise ValueError(f"only a role and a text as content can be read, so the rest would be lost: {filled}")
+            raise ValueError(f"a message may have only a role and a text as content, but this one is {filled}")
         messages.append({"content": ""} | filled)
     if system_prompt and (not messages or messages[0]["role"] != "system"):
         messages.insert(0, {"role": "system", "content": system_prompt})
@@ -765,7 +765,7 @@ def check_model(model, prompt_ids, args):
     gap = (logprobs - sampled).abs().max().item()
     if not gap < 0.01:
         raise SystemExit(
-            f"log-probabilities of sampling and training differ by {gap:.2g}: does the model scale or cap its logits?"
+            f"log-probabilities of sampling and training differ by {gap:.2g}: the model's cache or head is unsupported"
         )
 
 
@@ -1216,7 +1216,7 @@ def log_group(args, step, prompt, texts, rewards, shown):
     row |= {"completions": texts[: args.group_size], "rewards": rewards[: args.group_size].tolist()}
     append_line(args, "samples.jsonl", row)
     if shown and dist.get_rank() == 0:
-        tqdm.write(f"step {step}: prompt {row['prompt']!r}, answer {row['answer']!r}, rewards and completions:")
+        tqdm.write(f"step {step}: prompt {row['prompt']!r}, answer {row['answer']!r}, rewards and ends of completions:")
         for text, reward in zip(row["completions"], row["rewards"]):
             tqdm.write(f"{reward:8.2f}  {text[-160:]!r}")
 

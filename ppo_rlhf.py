@@ -15,19 +15,19 @@ PPO" (2024) https://arxiv.org/abs/2403.17031v1.
     V         the value model, which starts as the reward model and learns Aₜ + V_old(sₜ)
     ε, β, γ, λ   --clip-eps, --kl-coef, --gamma, --gae-lambda
 
-With --ptx-coef c (PPO-ptx; γ in eq. 2 of Ouyang et al.) J(θ) has c E log π_θ(x) besides, per token x of other texts.
+--ptx-coef c (PPO-ptx) adds c E log π_θ(x) to J(θ), over the tokens x of other texts (eq. 2 of Ouyang et al.: c is γ).
 
 Compared with grpo.py
 - An advantage per token, from a value model; one completion a prompt; four models in memory.
-- The score is learned. eval/accuracy and reward/mean are by reward_fn, which training does not see: where the score
-  rises and they fall, the reward model is fooled.
+- The score is learned. eval/accuracy and reward/mean come from rules that training does not use. If they fall while
+  the score rises, the policy fools the reward model.
 - The KL penalty is in the reward (k1, no gradient through it); the loss is a mean over tokens.
 
 Departures from the papers
 - No entropy bonus; by default no pretraining loss; the value loss has its own learning rate.
 - Learning rates stay constant after the warm-up; those of Huang et al. fall to 0.
 - The score belongs to the last token; the code of Huang et al. puts it one position later.
-- A completion without stop token loses a penalty; Huang et al. set its score to -1.
+- The score of a completion without a stop token is reduced by a penalty; Huang et al. set it to -1.
 
     python ppo_rlhf.py
     python ppo_rlhf.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset Anthropic/hh-rlhf --reward-model runs/.../checkpoint
@@ -86,11 +86,11 @@ class Args:
     dataset: str = str(HERE / "data/addition")
     """file, folder or Hugging Face name; columns: prompt, question or problem, and answer, solution or ground_truth"""
     reward_model: str = str(HERE / "models/tiny-reward")
-    """folder or Hugging Face name of a reward model with the same tokenizer (none: train on reward_fn)"""
+    """folder or Hugging Face name of a reward model with the same tokenizer ("none": train on reward_fn instead)"""
     ptx_dataset: str = ""
     """texts for --ptx-coef; columns: text, or prompt and completion"""
     system_prompt: str = ""
-    """system message placed before every prompt that has none; use that of the reward model"""
+    """system message placed before every prompt that has none; give the one with which the reward model was trained"""
     max_prompt_length: int = 512
     """maximum tokens per prompt; longer prompts are dropped"""
 
@@ -106,7 +106,7 @@ class Args:
     rollout_batch_size: int = 0
     """maximum completions sampled at once on each rank (0: all); set it if sampling runs out of memory"""
     sampler_weight_cap: float = 2.0
-    """maximum weight of a token: its probability under the policy divided by that under the sampler"""
+    """cap on the weight that corrects for rounding, a token's probability in training divided by that in sampling"""
 
     # optimization
     learning_rate: float = 3e-6
@@ -128,7 +128,7 @@ class Args:
     precision: Literal["auto", "bfloat16", "float32"] = "auto"
     """precision of the transformer blocks (auto: bfloat16 where the hardware supports it, otherwise float32)"""
     lora_rank: int = 0
-    """train LoRA adapters of this rank, with 3 to 10 times the learning rate (0: train the whole model)"""
+    """train LoRA adapters of this rank; set --learning-rate 3 to 10 times higher (0: train the whole model)"""
 
     # evaluation, saving, logging
     eval_every: int = 20
@@ -497,7 +497,7 @@ def parse_args():
         named |= named.get(Path(__file__).stem, {})  # those of this script
         settings = {name: named[name] for name in vars(args) if not isinstance(named.get(name, {}), dict)}
         if settings and os.environ.get("RANK", "0") == "0":
-            print(f"defaults of {args.model}: {settings}")
+            print(f"defaults from {args.model}/config.json (your flags replace them): {settings}")
     return tyro.cli(Args, default=Args(**settings))
 
 
@@ -567,7 +567,7 @@ def load_rows(args, read):
         for number, row in enumerate(rows):
             try:
                 if row.get("tools"):
-                    raise ValueError("the column tools would be lost: tool calls are not supported")
+                    raise ValueError('tool calls are not supported: the column "tools" must be empty')
                 found = read(row)
             except Exception as error:
                 raise SystemExit(f"{args.dataset}, {kind} row {number}: {error!r}; the row is {row!r:.300}") from error
@@ -582,7 +582,7 @@ def load_rows(args, read):
         loaded.append(examples)
         report = f"{len(examples)} {kind} rows of {args.dataset}, split {split}, dropped: {dict(dropped)}"
         if needed[kind] and not examples:
-            raise SystemExit(f"too few rows for --eval-prompts {args.eval_prompts}: {report}")
+            raise SystemExit(f"no {kind} row is left, with --eval-prompts {args.eval_prompts}: {report}")
         if dist.get_rank() == 0:
             print(report)
     return loaded[1], loaded[0]
@@ -680,7 +680,7 @@ def as_messages(prompt, system_prompt=""):
     for message in prompt:
         filled = {name: value for name, value in message.items() if value not in (None, [])}  # parquet fills in nulls
         if set(filled) - {"role", "content"} or not isinstance(filled.get("content", ""), str):
-            raise ValueError(f"only a role and a text as content can be read, so the rest would be lost: {filled}")
+            raise ValueError(f"a message may have only a role and a text as content, but this one is {filled}")
         messages.append({"content": ""} | filled)
     if system_prompt and (not messages or messages[0]["role"] != "system"):
         messages.insert(0, {"role": "system", "content": system_prompt})
@@ -926,7 +926,7 @@ def check_model(model, prompt_ids, args):
     gap = (logprobs - sampled).abs().max().item()
     if not gap < 0.01:
         raise SystemExit(
-            f"log-probabilities of sampling and training differ by {gap:.2g}: does the model scale or cap its logits?"
+            f"log-probabilities of sampling and training differ by {gap:.2g}: the model's cache or head is unsupported"
         )
 
 

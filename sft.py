@@ -58,7 +58,7 @@ class Args:
     model: str = ""
     """folder or Hugging Face name of a causal language model (empty: the bundled one, from random weights)"""
     dataset: str = str(HERE / "data/addition/sft.jsonl")
-    """file, folder or Hugging Face name; columns: messages, or prompt and completion (question, solution, answer)"""
+    """file, folder or Hugging Face name; columns: messages; or prompt (question) and completion (solution, answer)"""
     system_prompt: str = ""
     """system message placed before every conversation that has none"""
     max_prompt_length: int = 1024
@@ -86,7 +86,7 @@ class Args:
     precision: Literal["auto", "bfloat16", "float32"] = "auto"
     """precision of the transformer blocks (auto: bfloat16 where the hardware supports it, otherwise float32)"""
     lora_rank: int = 0
-    """train LoRA adapters of this rank, with 3 to 10 times the learning rate (0: train the whole model)"""
+    """train LoRA adapters of this rank; set --learning-rate 3 to 10 times higher (0: train the whole model)"""
 
     # evaluation, saving, logging
     eval_every: int = 100
@@ -200,7 +200,7 @@ def parse_args():
         named |= named.get(Path(__file__).stem, {})  # those of this script
         settings = {name: named[name] for name in vars(args) if not isinstance(named.get(name, {}), dict)}
         if settings and os.environ.get("RANK", "0") == "0":
-            print(f"defaults of {args.model or BUNDLED_MODEL}: {settings}")
+            print(f"defaults from {args.model or BUNDLED_MODEL}/config.json (your flags replace them): {settings}")
     return tyro.cli(Args, default=Args(**settings))
 
 
@@ -267,7 +267,7 @@ def load_rows(args, read):
         for number, row in enumerate(rows):
             try:
                 if row.get("tools"):
-                    raise ValueError("the column tools would be lost: tool calls are not supported")
+                    raise ValueError('tool calls are not supported: the column "tools" must be empty')
                 found = read(row)
             except Exception as error:
                 raise SystemExit(f"{args.dataset}, {kind} row {number}: {error!r}; the row is {row!r:.300}") from error
@@ -282,7 +282,7 @@ def load_rows(args, read):
         loaded.append(examples)
         report = f"{len(examples)} {kind} rows of {args.dataset}, split {split}, dropped: {dict(dropped)}"
         if needed[kind] and not examples:
-            raise SystemExit(f"too few rows for --eval-prompts {args.eval_prompts}: {report}")
+            raise SystemExit(f"no {kind} row is left, with --eval-prompts {args.eval_prompts}: {report}")
         if dist.get_rank() == 0:
             print(report)
     return loaded[1], loaded[0]
@@ -344,7 +344,7 @@ def as_messages(prompt, system_prompt=""):
     for message in prompt:
         filled = {name: value for name, value in message.items() if value not in (None, [])}  # parquet fills in nulls
         if set(filled) - {"role", "content"} or not isinstance(filled.get("content", ""), str):
-            raise ValueError(f"only a role and a text as content can be read, so the rest would be lost: {filled}")
+            raise ValueError(f"a message may have only a role and a text as content, but this one is {filled}")
         messages.append({"content": ""} | filled)
     if system_prompt and (not messages or messages[0]["role"] != "system"):
         messages.insert(0, {"role": "system", "content": system_prompt})
@@ -499,7 +499,7 @@ def check_logprobs(model, prompt_ids):
     logprobs, _ = token_logprobs(model, ids[:, :1], ones[:, :1], ids[:, 1:], ones[:, 1:], 1.0)
     gap = (logprobs - expected.squeeze(2)).abs().max().item()
     if not gap < 0.01:
-        raise SystemExit(f"log-probabilities differ by {gap:.2g} from the model's: does it scale or cap its logits?")
+        raise SystemExit(f"log-probabilities differ by {gap:.2g} from the model's own: its LM head is not supported")
 
 
 def token_logprobs(model, prompt_ids, prompt_mask, completion_ids, completion_mask, temperature):

@@ -93,7 +93,7 @@ def sampled_before(delay):
 
 # Changes that no flag can make: {name: [(old text, new text), ...]}. The edits of details.py are added below.
 PATCHES = {
-    "divided by both": [DETAILS["dr_grpo"][f"divided by the {what}"][1][0] for what in ("own length", "std")],
+    "divided by both": [DETAILS["dr_grpo"][f"divided by the {what}"][1][0] for what in ("completion's length", "std")],
     "any right sum counts": [
         ("elif result in needed and {a, b} <= known:", "else:"),
         ("needed.remove(result)", "needed.discard(result)"),
@@ -170,23 +170,37 @@ TITLES = {  # titles of columns whose names are not clear by themselves
     "length": "tokens of a completion",
     "dots_wrong": "dots of a wrong completion",
     "dots_right": "dots of a right completion",
-    "truncated": "share cut off",
+    "truncated": "share cut off at the limit",
     "works": "share that shows its work",
     "reward_few": "reward of three to five terms",
     "reward_many": "reward of six to eight terms",
     "all_right": "groups all right",
     "all_wrong": "groups all wrong",
-    "entropy": "entropy, nats a token",
+    "entropy": "entropy, nats per token",
     "clipped": "tokens clipped",
     "clipped_high": "clipped above",
     "grad_norm": "gradient norm",
     "signal": "the gradient's squared signal-to-noise ratio",
-    "ref_kl": "KL from the start, nats a completion",
+    "ref_kl": "KL from the start, nats per completion",
     "score": "score of the reward model",
     "chosen": "log-ratio of the chosen",
     "rejected": "log-ratio of the rejected",
     "maj@64 of 256": "majority of 64",
     **{f"pass@{k} of 256": f"pass@{k}" for k in PASS},
+}
+
+
+SIDES = {  # sides whose names are not clear in the summary
+    "0.28": "upper clip 0.28",
+    "0.2": "0.2",
+    "CISPO, DAPO's objective": "CISPO with DAPO's objective",
+    "DAPO, 0.2": "DAPO with an upper clip of 0.2",
+    "GRPO, one mean over tokens": "GRPO with one mean over tokens",
+    "GSPO, 16, 3e-4": "16 updates, 3e-4: GSPO",
+    "GRPO, 16, 3e-4": "GRPO",
+    "before, long sums": "before",
+    "leave_one_out, at the start": "leave-one-out",
+    "none, at the start": "none",
 }
 
 
@@ -287,7 +301,7 @@ CLAIMS = {
         "Liu et al. 2025, section 3.1: dividing by the length favours long wrong completions",
         {
             "Dr. GRPO": DR_GRPO,
-            "with 1/length": f"{DR_GRPO} | dr_grpo: divided by the own length",
+            "with 1/length": f"{DR_GRPO} | dr_grpo: divided by the completion's length",
             "with 1/std": f"{DR_GRPO} | dr_grpo: divided by the std",
             "with both": f"{DR_GRPO} | divided by both",
             "GRPO": GRPO,
@@ -377,7 +391,7 @@ CLAIMS = {
         setting=REPEATS,
     ),
     "rare_habit": Claim(
-        "Chen et al. 2025, section 3.1: a clip keeps rare tokens rare; CISPO (1), a higher upper clip (2) spread them",
+        "Chen et al. 2025, section 3.1: a clip keeps rare tokens rare; CISPO (1) and a higher clip (2) spread them",
         {
             "CISPO": f"cispo {RARE}",
             "DAPO": f"dapo --max-rounds 1 {RARE}",
@@ -468,7 +482,7 @@ CLAIMS = {
     ),
     **{
         f"reuse_{rate}": Claim(
-            "Often said: many updates per rollout break training, because the policy leaves the one that sampled",
+            "Often said: many updates per rollout break training, because the policy moves too far from the sampler's",
             {f"{name}, reused": cell(name, rate, 16) for name in REUSED}
             | {f"{name}, fresh": fresh(name, rate) for name in REUSED}
             | {"grpo, one update of 128": cell("grpo", rate, 1)},
@@ -657,7 +671,7 @@ SEEN_ON_EASY_TASK = {
     "one optimizer step per rollout",
     "ratio per token, same clip range",
     "a gradient through the ratio",
-    "the steps before",
+    "each token rewarded by the steps before it",
     "every completion normalised by itself",
 }
 DONE_OTHERWISE = {  # {(script, detail): run}: details of benchmark/details.py whose effect data/addition does not show
@@ -1061,7 +1075,7 @@ def compared(test):
     if test.more == test.less:
         sides = stretch(test.by, test.first, test.last), stretch(test.by, *test.less_from)
     title = TITLES.get(test.column, test.column) + f", {test.more}" * (test.more == test.less)
-    return f"{title} ({sides[0]} − {sides[1]})"
+    return f"{title} ({' − '.join(SIDES.get(side, side) for side in sides)})"
 
 
 def summary(page, found):
@@ -1085,7 +1099,7 @@ def summary(page, found):
             found_out = [stated(verdict(*sides[key]), grade(key, sides, kept, found)) for key in keys]
             counted = Counter(found_out)
             verdicts.append(found_out[0] if len(keys) == 1 else ", ".join(f"{n} {it}" for it, n in counted.items()))
-        settings = f", {len(names)} settings" * (len(names) > 1)
+        settings = f" and {len(names) - 1} more setting{'s' * (len(names) > 2)}" * (len(names) > 1)
         label = f"[`{name}`](#{anchor(page, name)}){settings}"
         lines.append(f"| {label}: {says} | {'; '.join(effects)} | {' + '.join(verdicts)} |")
     return "\n".join(lines) + "\n"
@@ -1094,8 +1108,8 @@ def summary(page, found):
 def gspo_cells(found):
     """Return the markdown table that compares GSPO with GRPO in every setting."""
     lines = [
-        "| updates, learning rate | reward, steps 6 to 10 | verdict (grade) | with a clip ten times wider"
-        " | reward, steps 31 to 40 | tokens clipped | verdict (grade) |",
+        "| updates, learning rate | reward, steps 6 to 10 | verdict (grade)"
+        " | reward, steps 6 to 10, clip ten times wider | reward, steps 31 to 40 | tokens clipped | verdict (grade) |",
         "|---|---|---|---|---|---|---|",
     ]
     sides = graded(found)

@@ -81,8 +81,8 @@ DETAILS = {
                 NO_SAMPLER,  # the sampler's weight would correct the error
             ],
         ),
-        "unchanged, 16 updates": ("--minibatch-size 8", []),
-        "no clip, 16 updates": ("--minibatch-size 8 --clip-eps 1000", []),
+        "unchanged, 16 optimizer steps per rollout": ("--minibatch-size 8", []),
+        "no clip, 16 optimizer steps per rollout": ("--minibatch-size 8 --clip-eps 1000", []),
     },
     "reinforce": {
         UNCHANGED: ("", []),
@@ -108,12 +108,15 @@ DETAILS = {
     },
     "dr_grpo": {
         UNCHANGED: ("", []),
-        "divided by the own length": ("", [(f"{SUM_OF_TOKENS} / max_completion_length", MEANS_OF_COMPLETIONS)]),
+        "divided by the completion's length": (
+            "",
+            [(f"{SUM_OF_TOKENS} / max_completion_length", MEANS_OF_COMPLETIONS)],
+        ),
         "divided by the std": (
             "",
             [(CENTRED, f"{CENTRED[:13]}({CENTRED[13:]}) / (groups.std(1, keepdim=True) + 1e-4)")],
         ),
-        "divided by the longest of the microbatch": (
+        "divided by the longest completion of the microbatch": (
             "",
             [(f"{SUM_OF_TOKENS} / max_completion_length", f"{SUM_OF_TOKENS} / mask.sum(1).max().clamp(min=1)")],
         ),
@@ -142,7 +145,7 @@ DETAILS = {
             ],
         ),
         "mean of the microbatches' means": ("", MEANS_OF_MICROBATCHES),
-        "--overlong-buffer 0": ("--overlong-buffer 0", []),
+        "no length penalty (--overlong-buffer 0)": ("--overlong-buffer 0", []),
         "rewards 0 and 1": ("", [('2 * batch["rewards"] - 1 + penalty', 'batch["rewards"] + penalty')]),
     },
     "gspo": {
@@ -169,9 +172,9 @@ DETAILS = {
             [("ratio = (log_ratio.sum(1) / lengths).exp()", "ratio = log_ratio.sum(1).exp()")],
         ),
         "clip range 0.2": ("--clip-eps-low 0.2 --clip-eps-high 0.2", []),
-        "old log-probabilities of the sampler": ("", OLD_OF_SAMPLER),
+        "π_old from the sampler": ("", OLD_OF_SAMPLER),
         "unchanged, --precision bfloat16": ("--precision bfloat16", []),
-        "--precision bfloat16, old log-probabilities of the sampler": ("--precision bfloat16", OLD_OF_SAMPLER),
+        "--precision bfloat16, π_old from the sampler": ("--precision bfloat16", OLD_OF_SAMPLER),
     },
     "dpo": {
         UNCHANGED: ("", []),
@@ -293,7 +296,7 @@ DETAILS = {
             ],
         ),
         "--clip-eps-high 0.2": ("--clip-eps-high 0.2", []),
-        "a bound below, too: 0.8": ("", [(".clamp(max=1 + clip_eps_high)", ".clamp(0.8, 1 + clip_eps_high)")]),
+        "also a lower bound of 0.8": ("", [(".clamp(max=1 + clip_eps_high)", ".clamp(0.8, 1 + clip_eps_high)")]),
         "a gradient through the ratio": ("", [("1 + clip_eps_high).detach()", "1 + clip_eps_high)")]),
         "mean per completion": (
             "",
@@ -318,8 +321,8 @@ DETAILS = {
 TO_COME = "advantages[row, :tokens] += advantage"
 DETAILS["grpo_process"] = {
     UNCHANGED: ("", []),
-    "the final answer alone": ("", [(TO_COME, "advantages[row, :tokens] = advantage")]),
-    "the steps before": ("", [(TO_COME, "advantages[row, tokens:] += advantage")]),
+    "each token rewarded by the final answer only": ("", [(TO_COME, "advantages[row, :tokens] = advantage")]),
+    "each token rewarded by the steps before it": ("", [(TO_COME, "advantages[row, tokens:] += advantage")]),
     "every completion normalised by itself": (
         "",
         [
@@ -336,9 +339,9 @@ ON_PAGES = {
     "greedy accuracy": ("greedy accuracy", ".3f"),
     "pass@1": ("pass@1", ".3f"),
     "length": ("tokens of a completion", ".1f"),
-    "step of 0.9": ("first step at 0.9", ".0f"),
+    "step of 0.9": ("first step with accuracy of 0.9", ".0f"),
 }
-CUT_OFF = {"truncated": ("share cut off", ".2f")}
+CUT_OFF = {"truncated": ("share cut off at the length limit", ".2f")}
 OTHERS_ON_PAGES = {  # {script: its columns}
     "ppo_rlhf": {name: ON_PAGES[name] for name in ("greedy accuracy", "pass@1")}
     | {
@@ -355,10 +358,10 @@ OTHERS_ON_PAGES = {  # {script: its columns}
     "reward_model": {"loss": ("held-out loss", ".3f"), "accuracy": ("pairs in the right order", ".3f")},
     "sft": {"loss": ("held-out loss", ".3f"), "greedy accuracy": ON_PAGES["greedy accuracy"]} | CUT_OFF,
     "grpo_tools": {
-        "greedy with tool": ("accuracy with the tool", ".3f"),
+        "greedy with tool": ("greedy accuracy as trained, 128 prompts", ".3f"),
         "pass@1": ON_PAGES["pass@1"],
-        "greedy accuracy": ("accuracy without it", ".3f"),
-        "tool use": ("share that uses it", ".2f"),
+        "greedy accuracy": ("greedy accuracy without the tool, 512 prompts", ".3f"),
+        "tool use": ("share that uses the tool", ".2f"),
         "step of 0.9": ON_PAGES["step of 0.9"],
     },
 }

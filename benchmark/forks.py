@@ -33,8 +33,8 @@ RUNS = {  # {fork: {row of its table: run}}; the name after a bar is a fork, not
     "dppo": {"`grpo.py`": MANY_UPDATES, "`my_dppo.py`": f"{MANY_UPDATES} | dppo"},
     "opd": {"`grpo.py`": f"grpo {LEARN}", "`my_opd.py`": f"grpo {LEARN} --teacher bases/teacher | opd"},
     "ipo": {
-        "`dpo.py`": f"dpo {ON_EASY_TASK}",
-        "`my_ipo.py`": f"dpo {ON_EASY_TASK} | ipo",
+        "`dpo.py --beta 0.5`": f"dpo {ON_EASY_TASK}",
+        "`my_ipo.py --beta 0.5`": f"dpo {ON_EASY_TASK} | ipo",
         "`dpo.py --beta 0.1`": f"dpo --beta 0.1 {ON_EASY_TASK}",
         "`my_ipo.py --beta 0.1`": f"dpo --beta 0.1 {ON_EASY_TASK} | ipo",
     },

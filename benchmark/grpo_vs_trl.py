@@ -123,7 +123,7 @@ def parity_reward(completion, answer):  # noqa: ARG001
 
 
 def make_large(folder):
-    """Write random prompts, and a random Phi model in which every token ends the completion with probability 1/40."""
+    """Write random prompts, and a random Phi model whose stop token has probability 1/40 at every position."""
     import tokenizers
     import torch
     import transformers

@@ -387,7 +387,7 @@ TITLES = {"instruct": "original model", "grpo_svamp": "`grpo.py` on SVAMP", "grp
 TITLES |= {"grpo_tools_both": "`grpo_tools.py` on both", "grpo_float32": "`grpo.py` in float32"}
 TITLES |= {"grpo_kl": "`grpo.py --kl-coef 0.04`", "grpo_warmup": "`grpo.py --warmup-steps 8`"}
 TITLES |= {"grpo_one_update": "`grpo.py --minibatch-size 128`"}
-TITLES |= {f"grpo_{rate}": f"`grpo.py` at {rate}" for rate in ("1e-6", "3e-6", "3e-5")}
+TITLES |= {f"grpo_{rate}": f"`grpo.py --learning-rate {rate}`" for rate in ("1e-6", "3e-6", "3e-5")}
 METRICS = {"eval/accuracy": "right", "eval/pass@1": "pass@1", "eval/pass@4": "pass@4", "equations/true": "equations"}
 
 
@@ -406,7 +406,7 @@ def words_table(rows):
                 title = title_of(name) + suffix
                 found = [[row[m] for row in looks[data] if m in row] for data in ON_WORDS for m in METRICS]
                 lines.append([title, *(over_seeds(values) if values else "" for values in found), *cost(rows, name)])
-    head = [f"{data} {title}" if title == "right" else title for data in ON_WORDS for title in METRICS.values()]
+    head = [f"{data} {title}" for data in ON_WORDS for title in METRICS.values()]
     return table(["", *head, "seeds", "minutes", "GiB"], lines)
 
 
@@ -437,7 +437,7 @@ def evaluations_table(rows):
             if {*first, *last} == {0}:
                 continue  # of ppo_rlhf.py, which has the reward model's score in its place
             lines.append([f"`{name}.py`", metric[5:], over_seeds(last, first), *cost(rows, name)])
-    return table(["", "held out", "before -> after", "seeds", "minutes", "GiB"], lines)
+    return table(["script", "metric on held-out data", "before -> after", "seeds", "minutes", "GiB"], lines)
 
 
 def parts_of(name):
@@ -446,11 +446,12 @@ def parts_of(name):
 
 
 def commands(_):
-    """Return the commands of one seed, without evaluations of checkpoints."""
-    lines = []
+    """Return the commands of the first seed of each run, without evaluations of checkpoints."""
+    lines = [f"    export ASK={shlex.quote(BOXED)}"]
     parts = [(name, part) for name in RUNS for part in parts_of(name) if part in ("data", "")]
     for name, part in parts:
-        first, *flags = shlex.join(command_of(name, 1, part)).split(" --")
+        command = shlex.join(command_of(name, RUNS[name].seeds[0], part)).replace(shlex.quote(BOXED), '"$ASK"')
+        first, *flags = command.split(" --")
         lines.append(f"    {first}")
         for flag in flags:
             if len(lines[-1]) + len(flag) > 110:
@@ -461,13 +462,15 @@ def commands(_):
 
 
 def completions(_):
-    """A greedy completion of the same held-out prompt by each."""
+    """Two held-out problems with their answers, and each model's greedy completions of them."""
     rows = read_jsonl(SAMPLES)
     lines = []
     for name in ("instruct", "sft", "grpo", "grpo_tools"):
         found = [row for row in rows if row["run"] == name and row.get("look") == "MAWPS" and row["seed"] == 1]
+        answers = [row["answer"].partition(r"\boxed{")[2].rstrip("}") for row in found[:2]]
+        lines = lines or [["problem", f"{row['prompt']} ({answer})", ""] for row, answer in zip(found, answers)]
         lines += [[title_of(name), " ".join(row["completion"].split())[:160], row["reward"]] for row in found[:2]]
-    return table(["", "completion", "reward"], lines)
+    return table(["", "text", "reward"], lines)
 
 
 def instructions_by_step(rows):
@@ -493,31 +496,29 @@ def instructions_table(rows):
 
 
 def accuracy_by_kind(rows):
-    """Return {title: {kind: greedy accuracy}} before training, after grpo.py and after sft.py, means over seeds."""
+    """Return {title: {kind: greedy accuracy as text}} before, after grpo.py and after sft.py, means over seeds."""
     kinds = np.array([*held_out().values()])
     accuracies = {}
     for title, found in instructions_by_step(rows).items():
         right = rights_of(found)
         if title.endswith((" step 0", " step 20", "samples")):
             title = "before" if title.endswith(" step 0") else title
-            accuracies[title] = {KINDS[kind]: right[:, kinds == kind].mean() for kind in KINDS} | {"all": right.mean()}
+            accuracies[title] = {KINDS[kind]: f"{right[:, kinds == kind].mean():.2f}" for kind in KINDS}
+            accuracies[title]["all"] = f"{right.mean():.3f}"
     return accuracies
 
 
 def kinds_table(rows):
     """Return the table of greedy accuracy by kind of constraint, with a row per kind."""
     accuracies = accuracy_by_kind(rows)
-    lines = [[kind, *(f"{found[kind]:.2f}" for found in accuracies.values())] for kind in accuracies["before"]]
+    lines = [[kind, *(found[kind] for found in accuracies.values())] for kind in accuracies["before"]]
     return table(["constraint", *accuracies], lines)
 
 
 def short_kinds_table(rows):
     """Return the table of README.md: greedy accuracy before and after grpo.py, with a column per kind."""
     accuracies = accuracy_by_kind(rows)
-    lines = [
-        [name, *(f"{accuracy:.2f}" for accuracy in accuracies[title].values())]
-        for name, title in (("before", "before"), ("after", "`grpo.py`, step 20"))
-    ]
+    lines = [["before", *accuracies["before"].values()], ["after", *accuracies["`grpo.py`, step 20"].values()]]
     return table(["", *accuracies["before"]], lines)
 
 
@@ -528,8 +529,11 @@ def errors_table(rows):
     lines = []
     for title, after in found.items():
         change = rights_of(after) - before[: len(after)]  # (seeds, 200)
-        errors = [means.std(ddof=1) / len(means) ** 0.5 for means in (change.mean(0), change.mean(1))]
-        lines.append([title, f"{change.mean():.3f}", *(f"{error:.3f}" for error in errors)])
+        errors = [
+            f"{means.std(ddof=1) / len(means) ** 0.5:.3f}" if len(means) > 1 else ""
+            for means in (change.mean(0), change.mean(1))
+        ]
+        lines.append([title, f"{change.mean():.3f}", *errors])
     return table(["", "rise of greedy accuracy", "standard error, instructions", "standard error, seeds"], lines)
 
 
@@ -544,7 +548,7 @@ def replies(_):
         for (before, _), (after, reward) in [found[prompt]] if prompt in found else []:
             texts = (" ".join(text.replace("|", "\\|").split()) for text in (prompt, before, after))
             lines.append([*texts, reward])
-    return table(["instruction", "before", "after", "reward"], lines)
+    return table(["instruction", "before", "after", "reward after"], lines)
 
 
 KINDS = {
@@ -579,7 +583,7 @@ def write_page(page, rows):
 ON_MAWPS = ("reinforce", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "grpo_process")
 PANELS = {
     "MAWPS": ON_MAWPS,
-    "grpo.py, by rate": ("grpo_1e-6", "grpo_3e-6", "grpo", "grpo_3e-5", "grpo_float32"),
+    "grpo.py, by learning rate (else 1e-5)": ("grpo_1e-6", "grpo_3e-6", "grpo", "grpo_3e-5", "grpo_float32"),
     "other problems, other rewards": ("grpo_svamp", "grpo_tools", "grpo_tools_both", "one_sentence"),
 }
 

@@ -71,3 +71,10 @@ def test_mawps_is_read_with_its_equation_which_must_give_its_answer(tmp_path):
         {"prompt": "3 and 4?", "answer": "4 - 3 = 1\n\\boxed{1}"},
         {"prompt": "A 0.5.", "answer": "100 * 0.5 = 50\n\\boxed{50}"},
     ]
+
+
+@pytest.mark.parametrize("page", ("docs/real_model.md", "examples/README.md", "CHANGELOG.md"))
+def test_prose_has_the_rise_of_the_table(page):
+    accuracy = real_model.accuracy_by_kind(real_model.read_csv())
+    before, after = accuracy["before"]["all"], accuracy["`grpo.py`, step 20"]["all"]
+    assert f"rises from {before} to {after} " in " ".join((ROOT / page).read_text().split())

@@ -38,7 +38,7 @@ LOADS = {  # {name: (other processes, variables of all processes, variables of t
     "alone, OMP_NUM_THREADS=8": ([], {"OMP_NUM_THREADS": "8"}, {}),
     "beside one busy loop": ([BUSY_LOOP], {}, {}),
     "beside one training": ([TRAINING], {}, {}),
-    "beside three trainings of one thread": ([TRAINING] * 3, {}, {"OMP_NUM_THREADS": "1"}),
+    "beside three trainings with one thread each": ([TRAINING] * 3, {}, {"OMP_NUM_THREADS": "1"}),
     "beside three trainings": ([TRAINING] * 3, {}, {}),
 }
 

@@ -132,7 +132,7 @@ def compare(policy, size):
         ("loss", "k3 / \\|y\\|, `grpo.py`", "(1 − ρₜ) / \\|y\\|"): loss["k3"] / policy.lengths,
         ("reward", "k1", "Σₛ k1ₛ"): whole["k1"],
         ("reward", "k1, less its mean", "Σₛ k1ₛ − KL"): whole["k1"] - kl.item(),
-        ("reward", "k1 to go, `ppo_rlhf.py`", "Σₛ≥ₜ k1ₛ"): to_go(values["k1"]),
+        ("reward", "k1 of this and later tokens, `ppo_rlhf.py`", "Σₛ≥ₜ k1ₛ"): to_go(values["k1"]),
         ("reward", "k2", "Σₛ k2ₛ"): whole["k2"],
         ("reward", "k3", "Σₛ k3ₛ"): whole["k3"],
     }

@@ -1,4 +1,4 @@
-"""Write docs/models.md, the list of architectures that train: python docs/models.py
+"""Write docs/models.md, the list of architectures that the scripts can train: python docs/models.py
 
 The architectures come from the table in tests/test_models.py.
 """
@@ -14,15 +14,15 @@ HEAD = """# Models
 
 Written by `python docs/models.py` from the table of `tests/test_models.py`, with transformers {version}.
 
-The {count} architectures below (`model_type` in config.json) train. For each of them the test makes a small random
-model on a CPU, and compares padded batches with a forward pass of each sequence alone. It checks log-probabilities,
-gradients, and samples of groups in which rows finish at different times. Sparse attention (`index_topk`) is tested only
-on sequences that are short enough for it to keep all tokens.
+The scripts can train the {count} architectures below (`model_type` in config.json). For each of them the test makes a
+small random model on a CPU, and compares padded batches with a forward pass of each sequence alone. It checks
+log-probabilities, gradients, and samples of groups in which rows finish at different times. Sparse attention
+(`index_topk`) is tested only on sequences that are short enough for it to keep all tokens.
 
-Other architectures may train as well. At the start, every script that samples compares sampling with training on parts
-of a prompt, and stops with an error if they differ. Models that transformers cannot load as a causal language model
-(Qwen2.5-VL) are refused. If a model also reads images (Gemma 3, Qwen3.5), the script trains and saves only its language
-model, and says so.
+Other architectures may work as well. At the start, every script that samples compares the log-probabilities of sampling
+and of training, on completions of parts of a prompt. It stops with an error if they differ. Models that transformers
+cannot load as a causal language model (Qwen2.5-VL) are refused. If a model also reads images (Gemma 3, Qwen3.5), the
+script trains and saves only its language model, and says so.
 
 Not supported: LoRA adapter folders (merge them into their model first), quantized checkpoints, training the vision part
 of a model, and a reward model whose tokenizer differs from the policy's.
@@ -31,17 +31,17 @@ Some models have limits:
 
 - `zamba` and `zamba2`, whose blocks share weights, train in float32 on one process only, and are not tested.
 - `biogpt` and `ctrl` do not name their blocks, so no part of them can compute in bfloat16. Use `--precision float32`.
-- `--lora-rank` adds adapters only to linear layers. Fused expert weights and the layers of GPT-2 get none, and a model
-  without any linear layer in its blocks would have nothing to train."""
+- `--lora-rank` adds adapters only to linear layers. Fused expert weights and the layers of GPT-2 get no adapters, and a
+  model without any linear layer in its blocks would have nothing to train."""
 SCORED = """
 `reward_model.py` and the value and reward models of `ppo_rlhf.py` need a sequence classification class. transformers
 has none for """
 REFUSAL = """
 ## Refused
 
-The check at the start ends the run for these models. Most of them have a cache that sampling cannot use, because
-sampling pads the prompts of a batch, shares a prompt within a group, and removes finished rows from the batch. The
-others have a head or a body that the scripts do not reproduce.
+For these models, the comparison of sampling and training at the start ends the run. Most of them have a cache that
+sampling cannot use, because sampling pads the prompts of a batch, shares a prompt within a group, and removes finished
+rows from the batch. The others have a head or a body that the scripts do not reproduce.
 
 | architecture | error message contains |
 |---|---|"""

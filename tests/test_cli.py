@@ -91,8 +91,9 @@ def defaults_of(script):
 def test_defaults_of_the_bundled_model_apply_and_one_line_names_them(script, capsys):
     expected, named = defaults_of(script)
     assert vars(parse(script)) == expected and len(named) > 5
-    [line] = re.findall("^defaults of .*", capsys.readouterr().out, re.MULTILINE)
-    assert line == f"defaults of {TINY}: { {name: named[name] for name in expected if name in named} }"
+    [line] = re.findall("^defaults from .*", capsys.readouterr().out, re.MULTILINE)
+    shown = {name: named[name] for name in expected if name in named}
+    assert line == f"defaults from {TINY}/config.json (your flags replace them): {shown}"
     given = {"num_steps": 7, "learning_rate": 0.25, "system_prompt": "x", "precision": "auto", "track": True}
     assert vars(parse(script, **given)) == expected | given
 

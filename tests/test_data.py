@@ -88,7 +88,7 @@ def test_a_test_split_alone_is_evaluated_but_not_trained_on(tmp_path, tokenizer)
     train, held_out = load(tmp_path, tokenizer, eval_prompts=4, num_steps=0)
     assert train == []
     assert len(held_out) == 4
-    with pytest.raises(SystemExit, match="too few rows for --eval-prompts 4: 0 training rows of "):
+    with pytest.raises(SystemExit, match="no training row is left, with --eval-prompts 4: 0 training rows of "):
         load(tmp_path, tokenizer, eval_prompts=4)
 
 
@@ -238,7 +238,7 @@ def test_of_a_message_its_role_and_text_are_kept():
 
 @pytest.mark.parametrize("fields", [{"weight": 0}, {"tool_calls": [{"name": "add"}]}, {"content": [{"text": "one"}]}])
 def test_what_a_message_would_lose_is_refused(fields):
-    with pytest.raises(ValueError, match="only a role and a text as content can be read, so the rest would be lost"):
+    with pytest.raises(ValueError, match="may have only a role and a text as content, but this one is"):
         grpo.as_messages([USER, assistant("one") | fields])
 
 

@@ -323,7 +323,7 @@ def test_k3_in_the_loss_has_the_gradient_of_the_divergence_with_its_arguments_ex
 
 
 def test_in_the_reward_k1_is_exact_and_the_two_parts_of_k3_make_the_whole(found):
-    for name in ("k1", "k1, less its mean", "k1 to go, `ppo_rlhf.py`"):
+    for name in ("k1", "k1, less its mean", "k1 of this and later tokens, `ppo_rlhf.py`"):
         mean = mean_of(found, "reward", name)
         assert relative_error(mean, found.gradient) < 1e-9
     whole = mean_of(found, "reward", "k3") + mean_of(found, "loss", "k3")

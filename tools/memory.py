@@ -8,9 +8,9 @@
 The tool prints the memory of each part in the rollout and in the update. With --gpu-gb or --cpu-gb, it also prints
 whether the run fits. --write only updates the tables of docs/memory.md.
 
-The tool reads no weights. The default of a flag is that in the model's config.json, or else the script's default for
-real models. A GB is 1e9 bytes. The formulas hold for models like Llama and Qwen2, and assume that every completion has
---max-completion-length tokens.
+The tool reads no weights. The default of a flag is its value in "task_defaults" of the model's config.json, or else the
+script's own default. A GB is 1e9 bytes. The formulas hold for models like Llama and Qwen2, and assume that every
+completion has --max-completion-length tokens.
 """
 
 import argparse
@@ -132,7 +132,7 @@ def weight_bytes(models, settings, ranks):
 
 
 def is_sharded(settings, ranks):
-    """Return whether FSDP holds the whole policy. On one GPU it does if trained weights compute in another dtype."""
+    """Return whether FSDP wraps the policy's weights. On one GPU it does if all are trained and blocks are bfloat16."""
     return ranks > 1 or (settings.precision == "bfloat16" and not settings.lora_rank)
 
 
@@ -206,7 +206,7 @@ def account(config, settings, ranks=1, models=None):
     rows.append(("gradients", 0, gradients))
     if settings.prompts_per_step:
         cache, decoding = rollout_bytes(models["policy"], settings, ranks)
-        rows += [("weights gathered", gathered_bytes(models["policy"], settings, ranks), 0)]
+        rows += [("copy of the weights", gathered_bytes(models["policy"], settings, ranks), 0)]
         rows += [("key-value cache", cache, 0), ("decoding", decoding, 0)]
     kept, work = update_bytes(models, settings, ranks)
     rows += [("activations kept", 0, kept), ("temporary tensors of one layer or the LM head", 0, work)]
@@ -216,7 +216,7 @@ def account(config, settings, ranks=1, models=None):
 
 
 def find_fit(config, settings, gpu_gb, ranks=1, models=None):
-    """Return the first settings whose peak fits, tried from all weights to adapters, or None if none fits."""
+    """Return the first settings that fit, or None: with all weights, then without a KL term, then with adapters."""
     models = models or count_models(config, settings.script)
     regimes = [{}] + [{"kl_coef": 0.0}] * bool(settings.kl_coef) + [{"lora_rank": 8}] * (not settings.lora_rank)
     updates = [{}] + [{"gradient_checkpointing": True}] * (not settings.gradient_checkpointing)
@@ -237,7 +237,7 @@ def find_fit(config, settings, gpu_gb, ranks=1, models=None):
 
 
 def as_flags(settings, before):
-    """Return the flags that change the settings before into these."""
+    """Return the flags that turn the settings `before` into `settings`."""
     changed = {name: value for name, value in vars(settings).items() if value != getattr(before, name)}
     order = ("lora_rank", "kl_coef", "gradient_checkpointing", "microbatch_tokens", "rollout_batch_size")
     words = [(name, "" if changed[name] is True else f" {changed[name]:g}") for name in order if name in changed]
@@ -255,7 +255,7 @@ def in_gb(bytes_):
 
 
 def parts_table(script, **settings):
-    """Return a table of the parts of all shapes, and name the phase of parts that only one phase has."""
+    """Return a table of the parts of all shapes. Parts that only the rollout or only the update has are labelled so."""
     columns, parts = [], {}
     for name in SHAPES:
         rows = account(load_config(name), read_settings(script, **settings))
@@ -298,7 +298,8 @@ def measured_table():
         flags = [f"--{name.replace('_', '-')} {getattr(settings, name)}" for name in names if getattr(settings, name)]
         measured = [in_gb(row[kind]) for kind in ("bytes", "bytes_given_back")]
         rows.append([settings.precision, f"`{' '.join(flags).replace(' True', '')}`", in_gb(formula), *measured])
-    return table(["blocks in", "flags", "formula, GB", "measured, GB", "with the variable, GB"], rows)
+    header = ["precision of the blocks", "flags", "formula, GB", "measured, GB"]
+    return table([*header, "measured with `MALLOC_MMAP_THRESHOLD_`, GB"], rows)
 
 
 def write_page(path):
@@ -324,7 +325,7 @@ def parse_args():
     parser.add_argument(
         "--gpu-gb", type=float, help="memory of a GPU: print whether the run fits, and if not, which flags help"
     )
-    parser.add_argument("--cpu-gb", type=float, help="the same for the memory of a CPU")
+    parser.add_argument("--cpu-gb", type=float, help="memory of a machine without a GPU: print the same")
     parser.add_argument("--write", metavar="PAGE", help="only write the tables of docs/memory.md")
     for name, value in SETTINGS.items():
         flag = f"--{name.replace('_', '-')}"

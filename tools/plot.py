@@ -6,8 +6,8 @@
 The tool saves the picture to --out, and also shows it if there is a screen. Runs of the same script that differ only in
 the seed are drawn as one line, their mean, with a band from the lowest to the highest value. The script is the part of
 a folder's name before the first "__". The band ends at the last step that all of these runs have, and thin lines show
-later values of single runs. With several lines, the picture shows the metrics that at least two of them have, and the
-main evaluation of each. Below the table, the tool prints the settings that differ.
+later values of single runs. With several lines, the picture shows the metrics that at least two lines have, and each
+run's main evaluation, such as eval/accuracy. Below the table, the tool prints the settings that differ.
 """
 
 import argparse
@@ -100,7 +100,7 @@ def group_runs(runs):
 
 
 def differences(groups):
-    """Return a line for each label with the settings that have another value in other runs."""
+    """Return a line for each label, with those of its settings that differ between labels."""
     lines = []
     for label, group in groups.items():
         found = []

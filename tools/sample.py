@@ -4,15 +4,15 @@
     python tools/sample.py --model path/to/model --prompt "What is 17 * 3?" --prompt "What is 3 * 17?"
     python tools/sample.py --model runs/tools/checkpoint --calculator --prompt "What is 17 * 3?"
 
-It uses the defaults, chat templates, stop tokens and rewards of grpo.py. Without --prompt and --dataset, it reads
+The tool uses the defaults, chat templates, stop tokens and rewards of grpo.py. Without --prompt and --dataset, it reads
 prompts from standard input, one per line. If standard input is a terminal or empty, it uses the default dataset. Your
 own prompts have no answers and so no rewards, and their completions are only saved if you give --out. With
 --calculator, the tool of grpo_tools.py replies while the model writes, and its replies are printed between « and ». A
 completion that reaches --max-completion-length is marked with [cut off].
 
---keep right keeps the distinct completions of a prompt with a reward of at least --min-reward. --keep pairs combines
-each of these, as chosen, with a distinct wrong one, as rejected. Both leave out completions that were cut off. Use them
-for rejection sampling and for preferences by the reward:
+--keep right keeps, for each prompt, the distinct completions whose reward is at least --min-reward. --keep pairs makes
+pairs of such a completion (chosen) and a wrong one (rejected), as many as a prompt has of both. Completions that were
+cut off are left out. Use --keep right for rejection sampling, and --keep pairs for preferences by the reward:
 
     python tools/sample.py --split train --keep right --out right.jsonl
     python sft.py --model models/tiny --dataset right.jsonl

@@ -154,7 +154,7 @@ def test_own_prompts_have_no_rewards_and_may_come_from_standard_input():
         said = f"1+2=\n{printed[0]}{printed[1]}30+4=\n{printed[2]}{printed[3]}written: {len(flags)}.jsonl\n"
         said += "2 prompts, 4 completions, truncated 0.000, no answers, so no rewards\n"
         first, _, rest = done.stdout.partition("\n")
-        assert first.startswith("defaults of ") and rest == said
+        assert first.startswith("defaults from ") and rest == said
 
 
 # ---- what is kept

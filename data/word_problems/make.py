@@ -6,7 +6,7 @@ svamp/train.jsonl, svamp/test.jsonl    SVAMP: 700 and 300 rows {prompt, answer}
 mawps/train.jsonl, mawps/test.jsonl    MAWPS: 1,504 and 200 rows {prompt, answer}
 
 An answer of SVAMP is a number. An answer of MAWPS is the equations of its solution, one per line, and the boxed result.
-No text is in two of the files, not even with other numbers in it. README.md says where the two sources come from.
+No two files have problems that differ only in their numbers. README.md says where the two sources come from.
 """
 
 import csv
