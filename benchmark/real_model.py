@@ -621,7 +621,7 @@ def draw_instructions(rows):
     if tuned:
         accuracy = mean(row["eval/accuracy"] for row in tuned)
         left.axhline(accuracy, color="gray", linestyle="--", label="sft.py on its own right samples, greedy")
-    left.set(title="held-out instructions followed", xlabel="step of 128 completions", ylim=(0, 1))
+    left.set(title="held-out instructions followed", xlabel="step of 128 completions", xticks=steps, ylim=(0, 1))
     left.legend(fontsize="small")
     for name in (name for name in RUNS if name.startswith("instructions")):
         found = [row for row in rows if row["run"] == name and row["seed"] == 1 and "reward/mean" in row]
