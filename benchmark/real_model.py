@@ -222,7 +222,8 @@ def one(name, seed, threads):
         else:
             execute(command, threads)
             lines = read_jsonl(Path(command[-1], "eval_samples.jsonl"))
-            found = read_jsonl(Path(command[-1], "metrics.jsonl"))[0] | count_equations(lines)
+            found = read_jsonl(Path(command[-1], "metrics.jsonl"))[0]
+            found |= {} if look == "instructions" else count_equations(lines)
             samples += [key | {"look": look} | line for line in lines[:3]]
         rows.append(key | {"look": look} | found)
         if look == "instructions":
