@@ -80,4 +80,5 @@ def test_prose_has_the_rise_of_the_table(page):
     text = " ".join((ROOT / page).read_text().split())
     assert f"rises from {before} to {after} " in text
     if page == "docs/real_model.md":
-        assert f"the greedy accuracy of `sft.py` rises from {before} to {accuracy['`sft.py` on right samples']['all']}." in text
+        baseline = accuracy["`sft.py` on right samples"]["all"]
+        assert f"the greedy accuracy of `sft.py` rises from {before} to {baseline}." in text
