@@ -165,7 +165,7 @@ def evaluate_pairs(policy, pairs, args):
     logprobs = look_up_pairs(policy, pairs, args)  # (2, N)
     ref_logprobs = torch.tensor([pair["ref_logprobs"] for pair in pairs]).T
     _, metrics = preference_loss(*logprobs, *ref_logprobs, args.beta, args.label_smoothing)
-    metrics["pair/loss"] = metrics.pop("loss/preference")
+    metrics["pair/loss"] = metrics.pop("loss/preference")  # logged as eval/pair_loss
     return {f"eval/{name.replace('/', '_')}": total.item() / len(pairs) for name, total in metrics.items()}
 
 
@@ -245,7 +245,7 @@ def main(args):
     end_run(args, stops, handlers)
 
 
-# ---- below: functions that are byte-identical in all scripts that have them, in the order in which main calls them
+# ---- below: what the scripts share, in the order of use, as identical copies (tests/sync_copies.py lists exceptions)
 
 CHAT = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": "Answer"}]
 LORA_ALPHA = 32  # an adapter's output is multiplied by alpha / rank
@@ -261,7 +261,7 @@ def parse_args():
         settings = json.loads(Path(args.resume, "args.json").read_text())
     else:
         named = read_config(args.model).get("task_defaults", {})
-        named |= named.get(Path(__file__).stem, {})  # those of this script
+        named |= named.get(Path(__file__).stem, {})  # a dict has the settings of the script of that name
         settings = {name: named[name] for name in vars(args) if not isinstance(named.get(name, {}), dict)}
         if settings and os.environ.get("RANK", "0") == "0":
             print(f"defaults from {args.model}/config.json (your flags replace them): {settings}")
@@ -294,7 +294,7 @@ def init_ranks():
 
 
 def check_args(args, world_size):
-    """Exit on settings that would silently train something else."""
+    """Exit if batches cannot be divided evenly, and replace the precision "auto"."""
     if args.minibatch_size % world_size:
         raise SystemExit(f"--minibatch-size must be a multiple of the {world_size} ranks")
     if args.precision == "auto":
@@ -323,9 +323,9 @@ def load_pairs(args, tokenizer):
 
 
 def load_rows(args, read):
-    """Load training and held-out rows; read makes each a list of examples, or of reasons to leave it out."""
+    """Load training and held-out rows; read returns a row's examples, and a reason (text) for each one left out."""
     needed = {"held-out": args.eval_prompts, "training": args.num_steps}
-    loaded, held_out = [], set()
+    loaded, held_out = [], set()  # held-out rows come first
     for kind, split, rows in load_splits(args.dataset, args.eval_prompts):
         examples, dropped = [], Counter()
         for number, row in enumerate(rows):
@@ -353,20 +353,20 @@ def load_rows(args, read):
 
 
 def load_splits(name, num_held_out):
-    """Load held-out rows, of the test or validation split or else of the training split, and that whole split."""
+    """Load held-out rows (of the test, validation or else training split) and the training split, these included."""
     path, config, train = name, "", ""
     if not Path(name).exists():
-        path, config, train = f"{name}::".split(":")[:3]
-    kind = Path(name).suffix[1:].lower().replace("jsonl", "json")
-    file = name.replace("[", "[[]")  # a bracket is not a pattern
-    if kind == "csv":
-        splits = load_dataset(kind, data_files=file, keep_default_na=False)
-    elif kind in ("json", "parquet"):
-        splits = load_dataset(kind, data_files=file)
+        path, config, train = f"{name}::".split(":")[:3]  # NAME, NAME:CONFIG or NAME:CONFIG:SPLIT
+    file_type = Path(name).suffix[1:].lower().replace("jsonl", "json")
+    file = name.replace("[", "[[]")  # load_dataset would read [ as a pattern
+    if file_type == "csv":
+        splits = load_dataset(file_type, data_files=file, keep_default_na=False)
+    elif file_type in ("json", "parquet"):
+        splits = load_dataset(file_type, data_files=file)
     else:
         splits = load_dataset(path, config or None)
     train = train or min([split for split in splits if split.startswith("train")], key=len, default="train")
-    tests = [train.replace("train", split) for split in ("test", "validation", "train")]
+    tests = [train.replace("train", split) for split in ("test", "validation", "train")]  # test_sft for train_sft
     test = next(split for split in tests if split in splits)
     order = torch.randperm(len(splits[test]), generator=torch.Generator().manual_seed(0))
     held_out = splits[test].select(order[:num_held_out].sort().values)
@@ -425,7 +425,7 @@ def find_column(row, names, required=True):
             elif not isinstance(value, str | list):
                 raise ValueError(f"the column {name} was read as a {type(value).__name__}: write it as a text")
             if isinstance(value, str) and re.match(r'\s*\[\s*\{\s*"(role|content)"', value):
-                value = json.loads(value)
+                value = json.loads(value)  # messages in a csv file
             return value
     if required:
         raise ValueError(f"one of the columns {', '.join(names)} is needed, but there are {', '.join(row)}")
@@ -529,17 +529,17 @@ def find_turn_end(tokenizer):
 
 def load_model(name, tokenizer, lora_rank=0):
     """Load a language model in float32, and put all its stop tokens into its generation config."""
-    stored = read_config(name).get("architectures") or ["causal language model"]
-    options = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    architectures = read_config(name).get("architectures")  # may be missing
+    options = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}  # see below
     try:
         model, info = AutoModelForCausalLM.from_pretrained(name, **options)
     except ValueError as error:
-        raise SystemExit(f"{name}, a {stored[0]}, is not a causal language model: {error!s:.200}") from error
+        raise SystemExit(f"{name} ({architectures}) is not a causal language model: {error!s:.200}") from error
     unfit = sorted([*info["missing_keys"], *info["mismatched_keys"]], key=str)
     if unfit:
         raise SystemExit(f"{name}: the weights do not fit config.json, or some are missing: {unfit[0]}")
-    if type(model).__name__ not in stored:
-        print(f"{name} is a {stored[0]}: only its text model, {type(model).__name__}, is trained and saved")
+    if architectures and type(model).__name__ not in architectures:
+        print(f"{name} is a {architectures[0]}: only its text model, {type(model).__name__}, is trained and saved")
     model.get_input_embeddings().padding_idx = None  # otherwise a pad token that is in use would not be trained
     stop_ids = {find_turn_end(tokenizer)}
     for source in (model.generation_config, model.config.get_text_config(), tokenizer):
@@ -555,7 +555,7 @@ def load_model(name, tokenizer, lora_rank=0):
 def add_adapters(model, rank):
     """Freeze the model and add LoRA adapters to each linear layer of its blocks (arXiv 2106.09685)."""
     model.requires_grad_(False)
-    model.adapters = True
+    model.adapters = True  # whether they are used
     torch.manual_seed(0)  # the same adapters on every rank
 
     def forward(layer, inputs):
@@ -600,7 +600,7 @@ def check_logprobs(model, prompt_ids):
     expected = model(input_ids=ids, use_cache=False).logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:].unsqueeze(2))
     logprobs, _ = token_logprobs(model, ids[:, :1], ones[:, :1], ids[:, 1:], ones[:, 1:], 1.0)
     gap = (logprobs - expected.squeeze(2)).abs().max().item()
-    if not gap < 0.01:
+    if not gap < 0.01:  # nan too
         raise SystemExit(f"log-probabilities differ by {gap:.2g} from the model's own: its LM head is not supported")
 
 
@@ -629,7 +629,7 @@ def token_logprobs(model, prompt_ids, prompt_mask, completion_ids, completion_ma
 def head_logprobs(model, hidden, targets, temperature):
     """Return log-probabilities of targets (N,), and entropies, under softmax(head(hidden) / temperature)."""
     head = model.get_output_embeddings()
-    config = model.config.get_text_config().to_dict()
+    config = model.config.get_text_config().to_dict()  # model families scale or cap their logits
     scale = config.get("logit_scale") or config.get("lm_head_multiplier") or 1 / (config.get("logits_scaling") or 1)
     cap = config.get("final_logit_softcapping")
 
@@ -642,7 +642,7 @@ def head_logprobs(model, hidden, targets, temperature):
         entropies = -(logprobs.exp() * logprobs).detach().sum(-1)
         return logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), entropies
 
-    # Many logits (N, V) would not fit: compute them in chunks, and again in the backward pass.
+    # All logits (N, V) might not fit: compute chunks of 2**25 numbers, and compute them again in the backward pass.
     size = max(1, 2**25 // head.weight.shape[0])
     if len(hidden) <= size:
         return chunk_logprobs(hidden, targets)
@@ -652,13 +652,13 @@ def head_logprobs(model, hidden, targets, temperature):
 
 
 def shard(policy, args, device):
-    """Set up bfloat16, gradient checkpointing and FSDP2, which casts and shards the weights block by block."""
+    """Set up bfloat16, gradient checkpointing and FSDP2, which shards the blocks and casts them, even on one rank."""
     blocks = find_blocks(policy.model)
     dtypes = MixedPrecisionPolicy()
     frozen = None
     if args.precision == "bfloat16":
         compute_in_bfloat16(blocks)
-        dtypes = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+        dtypes = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)  # weights, gradients
     if args.gradient_checkpointing:
         for block in blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
@@ -683,10 +683,10 @@ def compute_in_bfloat16(blocks):
         block.forward = partial(in_bfloat16, block.forward)
         for weight in block.parameters():
             rounded = weight.data.bfloat16()
-            weight.data = rounded  # a frozen weight stays bfloat16
-            if weight.requires_grad:
-                # A bfloat16 is the upper half of a float32, so noise in the lower half rounds away at first. A step of
-                # 1 % of the distance to the next bfloat16 then takes 1 % of the weights there; without noise, none.
+            weight.data = rounded  # what frozen weights keep
+            if weight.requires_grad:  # float32 again, with noise in the lower 16 bits
+                # The blocks round the noise away, so the model starts unchanged. Some weights now lie so near a border
+                # of rounding that a small step takes them to the next bfloat16; without noise it would take none.
                 noise = torch.randint(-32767, 32768, weight.shape, dtype=torch.int32) * (rounded != 0)
                 weight.data = (rounded.float().view(torch.int32) + noise).view(torch.float32)
 
@@ -709,22 +709,22 @@ def cast(value, dtype):
 
 
 class LogprobModel(nn.Module):
-    """A module that returns log-probabilities, so that FSDP gathers the LM head for its forward pass."""
+    """token_logprobs as the forward of a module, because only there FSDP gathers weights, here of the LM head."""
 
     def __init__(self, model):
         super().__init__()
         self.model = model
-        self.bad_gradients = 0  # in a row
+        self.bad_gradients = 0  # steps in a row whose gradient norm was inf or nan
 
     def forward(self, batch, temperature, adapters=True):
-        self.model.adapters = adapters  # without adapters it is the initial model
+        self.model.adapters = adapters  # False: it is the initial model, until a pass sets True again
         names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
         return token_logprobs(self.model, *(batch[name] for name in names), temperature)
 
 
 @torch.no_grad()
 def look_up_pairs(policy, pairs, args):
-    """Return the log-probabilities of all pairs, which the ranks share, (2, N) in float64."""
+    """Return the log-probabilities (2, N) of all pairs, in float64; each rank computes a part."""
     device = policy.model.device
     found = torch.zeros(2, len(pairs), dtype=torch.float64)
     for first in inner_bar(range(0, len(pairs), 1024), "thousands of pairs"):
@@ -733,7 +733,7 @@ def look_up_pairs(policy, pairs, args):
         for part in microbatches(batch, torch.arange(len(own), device=device), args.microbatch_tokens):
             places = [own[i] for i in part["rows"].tolist()]
             found[:, places] = pair_logprobs(policy, part).cpu().double()
-    return torch.tensor(all_reduce(found), dtype=torch.float64)
+    return found.new_tensor(all_reduce(found))
 
 
 def collate_pairs(pairs, device):
@@ -770,25 +770,25 @@ def pad_right(rows, device):
 
 def microbatches(batch, rows, max_tokens):
     """Yield the live rows, longest first, in parts of up to max_tokens including padding, or of a single row."""
-    rows = rows[batch["live"][rows]]
-    rows = rows[batch["lengths"][rows].argsort(descending=True, stable=True)]
+    live = rows[batch["live"][rows]]
+    rest = live[batch["lengths"][live].argsort(descending=True, stable=True)]
     parts = []
-    while len(rows) > 0:
-        size = max(1, max_tokens // batch["lengths"][rows[0]].item())
-        parts.append(rows[:size])
-        rows = rows[size:]
-    # All ranks must make the same number of passes: ranks with fewer parts add a row whose tokens are all masked.
+    while len(rest) > 0:
+        size = max(1, max_tokens // batch["lengths"][rest[0]].item())
+        parts.append(rest[:size])
+        rest = rest[size:]
+    # All ranks must make equally many passes, at least one. A filler is one row with all tokens masked, and no "rows".
     num_parts = int(all_reduce(max(1, len(parts)), dist.ReduceOp.MAX))
     for index in inner_bar(parts, "microbatches"):
         yield {name: values[index] for name, values in batch.items()} | {"rows": index}
     for _ in range(num_parts - len(parts)):
-        part = {name: values[:1] for name, values in batch.items()} | {"rows": rows}
+        part = {name: values[:1] for name, values in batch.items()} | {"rows": rest}  # empty
         part["completion_mask"] = torch.zeros_like(part["completion_mask"])
         yield part
 
 
 def all_reduce(values, op=dist.ReduceOp.SUM):
-    """Reduce a number or a list of numbers over all ranks, in float64."""
+    """Reduce a number, or a list or tensor of numbers, over all ranks, in float64; return a number or lists."""
     values = torch.as_tensor(values, dtype=torch.float64, device="cpu")
     dist.all_reduce(values, op)
     return values.tolist()
@@ -816,7 +816,7 @@ def open_run(args, policy, optimizer):
 
 def load_state(run_dir, policy, optimizer):
     """Load the newest state, remove later lines from the logs, and return the state's step."""
-    folders = sorted(run_dir.glob("state/0*"))
+    folders = sorted(run_dir.glob("state/0*"))  # not state/unfinished
     if not folders:
         raise SystemExit(f"--resume {run_dir}: this run has no saved state; start it again without --resume")
     model, moments = dcp_state.get_state_dict(policy, optimizer)
@@ -827,7 +827,7 @@ def load_state(run_dir, policy, optimizer):
     step = int(folders[-1].name)
     if dist.get_rank() == 0:
         for log in [*run_dir.glob("metrics.jsonl"), *run_dir.glob("*samples.jsonl")]:
-            lines = [line for line in log.read_text().splitlines(True) if line.endswith("\n")]
+            lines = [line for line in log.read_text().splitlines(True) if line.endswith("\n")]  # whole ones
             log.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
     return step
 
@@ -853,7 +853,7 @@ def log_step(args, step, metrics):
         return
     if args.track:
         wandb.log({"step": step} | metrics)
-    found = [f"{name[5:]} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/")]
+    found = [f"{name.removeprefix('eval/')} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/")]
     if found:
         tqdm.write(f"evaluation after step {step}: {', '.join(found)}")
     recent = [line.get("reward/zero_std") for line in read_metrics(args)[-5:]]
@@ -874,7 +874,7 @@ def read_metrics(args):
 
 
 def pick_rows(rows, start, count, seed):
-    """Pick rows from place start on, in endless passes over all rows, each in another order."""
+    """Pick count rows from place start on of an endless order: all rows shuffled, all shuffled anew, and so on."""
     order = []
     for epoch in range(start // len(rows), (start + count - 1) // len(rows) + 1):
         generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
@@ -891,7 +891,7 @@ def step_optimizer(policy, optimizer, learning_rate, max_grad_norm):
     grad_norm = grad_norm.item()
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
-    policy.bad_gradients += 1
+    policy.bad_gradients += 1  # unless this one is finite
     if math.isfinite(grad_norm):
         policy.bad_gradients = 0
         if grad_norm > 0:  # without a gradient AdamW would continue in its last direction
@@ -921,10 +921,10 @@ def save(run_dir, policy, optimizer, tokenizer, step):
         policy.model.save_pretrained(run_dir / "checkpoint.new", state_dict=weights)
         tokenizer.save_pretrained(run_dir / "checkpoint.new")
         shutil.rmtree(run_dir / "checkpoint", ignore_errors=True)
-        Path(run_dir, "checkpoint.new").rename(run_dir / "checkpoint")
-    fresh = isinstance(optimizer, torch.optim.Optimizer) and not optimizer.state
+        (run_dir / "checkpoint.new").rename(run_dir / "checkpoint")
+    fresh = isinstance(optimizer, torch.optim.Optimizer) and not optimizer.state  # ppo_rlhf.py has a list
     model, moments = dcp_state.get_state_dict(policy, optimizer)
-    if fresh:  # get_state_dict made a step of 0 for the moments, which must not count
+    if fresh:  # get_state_dict made an optimizer step with learning rate 0, to create the state: do not count it
         for values in optimizer.state.values():
             values["step"].zero_()
     dcp.save({"model": model, "optimizer": moments}, checkpoint_id=unfinished)
@@ -949,7 +949,7 @@ def end_run(args, stops, handlers):
         if len(evaluations) > 1:
             for name in evaluations[0]:
                 if name.startswith("eval/"):
-                    print(f"{name[5:]} {evaluations[0][name]:.3f} -> {evaluations[-1][name]:.3f}")
+                    print(f"{name.removeprefix('eval/')} {evaluations[0][name]:.3f} -> {evaluations[-1][name]:.3f}")
         if Path(args.run_dir, "checkpoint").exists():
             print(f"model: {args.run_dir}/checkpoint; to continue: --resume {args.run_dir} --num-steps N")
     for signum, handler in handlers.items():

@@ -86,7 +86,7 @@ class Args:
     rollout_batch_size: int = 0
     """maximum completions sampled at once on each rank (0: all); set it if sampling runs out of memory"""
     sampler_weight_cap: float = 2.0
-    """cap on the weight that corrects for rounding, a token's probability in training divided by that in sampling"""
+    """cap on a token's weight: its probability in training divided by that in sampling, which rounds differently"""
 
     # optimization
     learning_rate: float = 1e-6
@@ -166,7 +166,7 @@ def compute_advantages(rewards, group_size):
     groups = rewards.view(-1, group_size)  # (B/G, G)
     std = groups.std(1, keepdim=True, correction=min(1, group_size - 1))
     advantages = (groups - groups.mean(1, keepdim=True)) / (std + 1e-4)
-    # In float32 the mean of eight rewards of 0.1 is not exactly 0.1.
+    # The float32 mean of eight rewards of 0.1 is not exactly 0.1, so their advantages would not be exactly 0.
     equal = (groups == groups[:, :1]).all(1, keepdim=True)
     return torch.where(equal, 0.0, advantages).view(-1)  # (B,)
 
@@ -205,7 +205,7 @@ def policy_loss(
     if sampler_logprobs is not None:
         log_weight = torch.where(mask, old_logprobs - sampler_logprobs, 0.0)
         weight = log_weight.exp().clamp(max=sampler_weight_cap)  # (B, T)
-        metrics["policy/sampler_kl"] = (log_weight.expm1() - log_weight).sum()
+        metrics["policy/sampler_kl"] = (log_weight.expm1() - log_weight).sum()  # k3, more exact near 0
 
     token_loss = -weight * torch.min(ratio * advantages, clipped_ratio * advantages)  # (B, T)
     loss = (torch.where(mask, token_loss, 0.0).sum(1) / lengths).sum()
@@ -226,9 +226,9 @@ def accumulate_gradients(policy, batch, rows, divisor, on_policy, args):
     totals = Counter()
     for part in microbatches(batch, rows, args.microbatch_tokens):
         logprobs, entropies = policy(part, args.temperature)
-        if on_policy:
+        if on_policy:  # π_θ still is π_old; keep its log-probabilities for later epochs (a filler has no rows)
             part["old_logprobs"] = logprobs.detach()
-            batch["old_logprobs"][part["rows"]] = part["old_logprobs"][: len(part["rows"])]  # for later epochs
+            batch["old_logprobs"][part["rows"]] = part["old_logprobs"][: len(part["rows"])]
         loss, metrics = policy_loss(
             logprobs,
             part["old_logprobs"],
@@ -286,7 +286,7 @@ def main(args):
         batch["live"] = (batch["advantages"] != 0) | (ref is not None)  # (B,)
         rollout_end = time.perf_counter()
 
-        # log-probabilities before the update; those of the first minibatch come from its gradient pass
+        # shuffled minibatches, and log-probabilities before the update (the first minibatch's: from its gradient pass)
         minibatches = []
         for _ in range(args.update_epochs):
             minibatches += torch.randperm(len(texts), device=device).tensor_split(minibatches_per_epoch)
@@ -324,7 +324,7 @@ def main(args):
     end_run(args, stops, handlers)
 
 
-# ---- below: functions that are byte-identical in all scripts that have them, in the order in which main calls them
+# ---- below: what the scripts share, in the order of use, as identical copies (tests/sync_copies.py lists exceptions)
 
 EVAL_SAMPLES = 4  # completions per held-out prompt, for pass@1 and pass@4
 CHAT = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": "Answer"}]
@@ -341,7 +341,7 @@ def parse_args():
         settings = json.loads(Path(args.resume, "args.json").read_text())
     else:
         named = read_config(args.model).get("task_defaults", {})
-        named |= named.get(Path(__file__).stem, {})  # those of this script
+        named |= named.get(Path(__file__).stem, {})  # a dict has the settings of the script of that name
         settings = {name: named[name] for name in vars(args) if not isinstance(named.get(name, {}), dict)}
         if settings and os.environ.get("RANK", "0") == "0":
             print(f"defaults from {args.model}/config.json (your flags replace them): {settings}")
@@ -374,7 +374,7 @@ def init_ranks():
 
 
 def check_args(args, world_size):
-    """Exit on settings that would silently train something else."""
+    """Exit if batches cannot be divided evenly, and replace the precision "auto"."""
     completions = args.prompts_per_step * args.group_size
     minibatch_size = getattr(args, "minibatch_size", completions)  # reinforce.py makes one update per rollout
     if completions % minibatch_size:
@@ -407,9 +407,9 @@ def load_prompts(args, tokenizer):
 
 
 def load_rows(args, read):
-    """Load training and held-out rows; read makes each a list of examples, or of reasons to leave it out."""
+    """Load training and held-out rows; read returns a row's examples, and a reason (text) for each one left out."""
     needed = {"held-out": args.eval_prompts, "training": args.num_steps}
-    loaded, held_out = [], set()
+    loaded, held_out = [], set()  # held-out rows come first
     for kind, split, rows in load_splits(args.dataset, args.eval_prompts):
         examples, dropped = [], Counter()
         for number, row in enumerate(rows):
@@ -437,20 +437,20 @@ def load_rows(args, read):
 
 
 def load_splits(name, num_held_out):
-    """Load held-out rows, of the test or validation split or else of the training split, and that whole split."""
+    """Load held-out rows (of the test, validation or else training split) and the training split, these included."""
     path, config, train = name, "", ""
     if not Path(name).exists():
-        path, config, train = f"{name}::".split(":")[:3]
-    kind = Path(name).suffix[1:].lower().replace("jsonl", "json")
-    file = name.replace("[", "[[]")  # a bracket is not a pattern
-    if kind == "csv":
-        splits = load_dataset(kind, data_files=file, keep_default_na=False)
-    elif kind in ("json", "parquet"):
-        splits = load_dataset(kind, data_files=file)
+        path, config, train = f"{name}::".split(":")[:3]  # NAME, NAME:CONFIG or NAME:CONFIG:SPLIT
+    file_type = Path(name).suffix[1:].lower().replace("jsonl", "json")
+    file = name.replace("[", "[[]")  # load_dataset would read [ as a pattern
+    if file_type == "csv":
+        splits = load_dataset(file_type, data_files=file, keep_default_na=False)
+    elif file_type in ("json", "parquet"):
+        splits = load_dataset(file_type, data_files=file)
     else:
         splits = load_dataset(path, config or None)
     train = train or min([split for split in splits if split.startswith("train")], key=len, default="train")
-    tests = [train.replace("train", split) for split in ("test", "validation", "train")]
+    tests = [train.replace("train", split) for split in ("test", "validation", "train")]  # test_sft for train_sft
     test = next(split for split in tests if split in splits)
     order = torch.randperm(len(splits[test]), generator=torch.Generator().manual_seed(0))
     held_out = splits[test].select(order[:num_held_out].sort().values)
@@ -489,7 +489,7 @@ def find_column(row, names, required=True):
             elif not isinstance(value, str | list):
                 raise ValueError(f"the column {name} was read as a {type(value).__name__}: write it as a text")
             if isinstance(value, str) and re.match(r'\s*\[\s*\{\s*"(role|content)"', value):
-                value = json.loads(value)
+                value = json.loads(value)  # messages in a csv file
             return value
     if required:
         raise ValueError(f"one of the columns {', '.join(names)} is needed, but there are {', '.join(row)}")
@@ -518,19 +518,19 @@ def parse_gold(answer):
         answer = listed[1].replace("\\\\", "\\")  # JSON doubles a backslash
     answer = extract_answer(answer) or answer
     words = re.findall(r"(?<!\S)[A-Za-z]{2,}(?=[,.]?(?!\S))", answer)
-    if len(set(words)) >= 8:
+    if len(set(words)) >= 8:  # prose
         return None
     return parse_answer(answer)
 
 
 def extract_answer(text):
     """Return the final answer in a text: its last \\boxed{}, else what follows ####, else <answer>, else None."""
-    # Leave out thoughts, also one that began in the prompt.
+    # Leave out thoughts, also one whose <think> is in the prompt. Then turn  \boxed 5  into  \boxed{5}.
     text = re.sub(r"<think>.*?(</think>|\Z)", " ", text, flags=re.DOTALL).rpartition("</think>")[2]
     text = re.sub(r"\\boxed ((?>[\w.,/-]*\w))(?=[\s.,;:!?$]|\\[)\]]|\Z)", r"\\boxed{\1}", text)
     answer, start = None, text.find("\\boxed{")
     while start >= 0:
-        end = find_closing_brace(text, start + 6)
+        end = find_closing_brace(text, start + 6)  # start + 6: the brace in \boxed{
         if end is None:
             return None  # cut off inside its box
         answer = re.sub(r"^ *\\boxed\{([^{}]*)\} *$", r"\1", text[start + 7 : end])  # a box in a box
@@ -547,7 +547,7 @@ def extract_answer(text):
 def find_closing_brace(text, start):
     """Return the place of the brace that closes the one at start, or None."""
     depth = 0
-    for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start, start + 2000):
+    for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start, start + 2000):  # a longer box is no answer
         if brace[0] == "{":
             depth += 1
         elif brace[0] == "}":
@@ -558,14 +558,14 @@ def find_closing_brace(text, start):
 
 
 def parse_answer(text):
-    """Return a number or fraction as a Fraction, other text in a normal form, or None if nothing is left."""
+    """Return a number (1,234.5, -$3, 7 / 2) as a Fraction, other text in a normal form, or None if nothing is left."""
     text = text.strip().removeprefix("**").removesuffix("**").strip()
-    if len(text) > 1000:
+    if len(text) > 1000:  # Python refuses to read numbers of more than 4300 digits
         return text
     for written, meant in (("\u2212", "-"), ("\\!,", ","), ("\\$", "$"), ("\\%", "%")):
         text = text.replace(written, meant)
-    text = re.sub(r"\\[()\[\]]|\$\$", "$", text.removesuffix(".").strip())
-    while re.fullmatch(r"\{[^{}$]*\}|\$[^$]*\$", text):
+    text = re.sub(r"\\[()\[\]]|\$\$", "$", text.removesuffix(".").strip())  # \( \) \[ \] $$ -> $
+    while re.fullmatch(r"\{[^{}$]*\}|\$[^$]*\$", text):  # {5}, $5$ -> 5
         text = text[1:-1].strip()
     text = re.sub(r"\\[dt]?frac ?(?:\{([^{}]*)\}|([0-9])) ?(?:\{([^{}]*)\}|([0-9]))", r"\\frac{\1\2}{\3\4}", text)
     flat = re.sub(r"^([+-]? ?)\\frac\{([+-]?[0-9]+)\}\{([+-]?[0-9]+)\}$", r"\1\2/\3", text)
@@ -577,7 +577,7 @@ def parse_answer(text):
             return Fraction(sign + digits) / divisor
     text = re.sub(r"\\(?:text|textbf|mathrm|mbox) ?\{([^{}\\]*)\}", r"\1", text)
     text = " ".join(text.split())
-    return re.sub(r" ?([^\w ]) ?", r"\1", text) or None
+    return re.sub(r" ?([^\w ]) ?", r"\1", text) or None  # (1, 2) -> (1,2)
 
 
 def encode_prompt(tokenizer, messages):
@@ -608,17 +608,17 @@ def check_chat(tokenizer, messages):
 
 def load_model(name, tokenizer, lora_rank=0):
     """Load a language model in float32, and put all its stop tokens into its generation config."""
-    stored = read_config(name).get("architectures") or ["causal language model"]
-    options = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    architectures = read_config(name).get("architectures")  # may be missing
+    options = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}  # see below
     try:
         model, info = AutoModelForCausalLM.from_pretrained(name, **options)
     except ValueError as error:
-        raise SystemExit(f"{name}, a {stored[0]}, is not a causal language model: {error!s:.200}") from error
+        raise SystemExit(f"{name} ({architectures}) is not a causal language model: {error!s:.200}") from error
     unfit = sorted([*info["missing_keys"], *info["mismatched_keys"]], key=str)
     if unfit:
         raise SystemExit(f"{name}: the weights do not fit config.json, or some are missing: {unfit[0]}")
-    if type(model).__name__ not in stored:
-        print(f"{name} is a {stored[0]}: only its text model, {type(model).__name__}, is trained and saved")
+    if architectures and type(model).__name__ not in architectures:
+        print(f"{name} is a {architectures[0]}: only its text model, {type(model).__name__}, is trained and saved")
     model.get_input_embeddings().padding_idx = None  # otherwise a pad token that is in use would not be trained
     stop_ids = {find_turn_end(tokenizer)}
     for source in (model.generation_config, model.config.get_text_config(), tokenizer):
@@ -643,7 +643,7 @@ def find_turn_end(tokenizer):
 def add_adapters(model, rank):
     """Freeze the model and add LoRA adapters to each linear layer of its blocks (arXiv 2106.09685)."""
     model.requires_grad_(False)
-    model.adapters = True
+    model.adapters = True  # whether they are used
     torch.manual_seed(0)  # the same adapters on every rank
 
     def forward(layer, inputs):
@@ -680,13 +680,13 @@ def check_model(model, prompt_ids, args):
     context = getattr(model.config.get_text_config(), "max_position_embeddings", longest)
     if longest > context:
         raise SystemExit(f"prompt and completion may have {longest} tokens, but the model's context has {context}")
-    prompts = [{"prompt_ids": prompt_ids[: 1 + i]} for i in range(8)]
+    prompts = [{"prompt_ids": prompt_ids[: 1 + i]} for i in range(8)]  # of several lengths, so that there is padding
     ids, mask = pad_left(prompts, model.device)
-    half = range(0, model.config.get_text_config().vocab_size, 2)  # stop ids, so that rows end one by one
-    completion_ids, completion_mask, sampled = generate(model, ids, mask, 8, 1.0, half, 0, with_logprobs=True)
+    stop_ids = range(0, model.config.get_text_config().vocab_size, 2)  # every second id, so that rows end one by one
+    completion_ids, completion_mask, sampled = generate(model, ids, mask, 8, 1.0, stop_ids, 0, with_logprobs=True)
     logprobs, _ = token_logprobs(model, ids, mask, completion_ids, completion_mask, 1.0)
     gap = (logprobs - sampled).abs().max().item()
-    if not gap < 0.01:
+    if not gap < 0.01:  # nan too
         raise SystemExit(
             f"log-probabilities of sampling and training differ by {gap:.2g}: the model's cache or head is unsupported"
         )
@@ -716,7 +716,7 @@ def generate(
     unique, copies = prompt_ids.masked_fill(prompt_mask == 0, -1).unique_consecutive(dim=0, return_inverse=True)
     ids, mask, cache = unique.clamp(min=0), (unique >= 0).long(), None
     for t in inner_bar(range(max_completion_length), "tokens"):
-        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]  # of the new ids
         output = model(
             input_ids=ids,
             attention_mask=mask,
@@ -728,7 +728,7 @@ def generate(
         logits, cache = output.logits[:, -1], output.past_key_values
         if t == 0:
             logits, mask = logits[copies], mask[copies]
-            cache.reorder_cache(copies)
+            cache.reorder_cache(copies)  # selects these rows, some several times
         tokens, logprobs = sample_tokens(logits, temperature)
         ended = torch.isin(tokens, stop_ids)
         if edit is not None:
@@ -786,7 +786,7 @@ def token_logprobs(model, prompt_ids, prompt_mask, completion_ids, completion_ma
 def head_logprobs(model, hidden, targets, temperature):
     """Return log-probabilities of targets (N,), and entropies, under softmax(head(hidden) / temperature)."""
     head = model.get_output_embeddings()
-    config = model.config.get_text_config().to_dict()
+    config = model.config.get_text_config().to_dict()  # model families scale or cap their logits
     scale = config.get("logit_scale") or config.get("lm_head_multiplier") or 1 / (config.get("logits_scaling") or 1)
     cap = config.get("final_logit_softcapping")
 
@@ -799,7 +799,7 @@ def head_logprobs(model, hidden, targets, temperature):
         entropies = -(logprobs.exp() * logprobs).detach().sum(-1)
         return logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), entropies
 
-    # Many logits (N, V) would not fit: compute them in chunks, and again in the backward pass.
+    # All logits (N, V) might not fit: compute chunks of 2**25 numbers, and compute them again in the backward pass.
     size = max(1, 2**25 // head.weight.shape[0])
     if len(hidden) <= size:
         return chunk_logprobs(hidden, targets)
@@ -809,13 +809,13 @@ def head_logprobs(model, hidden, targets, temperature):
 
 
 def shard(policy, args, device):
-    """Set up bfloat16, gradient checkpointing and FSDP2, which casts and shards the weights block by block."""
+    """Set up bfloat16, gradient checkpointing and FSDP2, which shards the blocks and casts them, even on one rank."""
     blocks = find_blocks(policy.model)
     dtypes = MixedPrecisionPolicy()
     frozen = None
     if args.precision == "bfloat16":
         compute_in_bfloat16(blocks)
-        dtypes = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+        dtypes = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)  # weights, gradients
     if args.gradient_checkpointing:
         for block in blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
@@ -840,10 +840,10 @@ def compute_in_bfloat16(blocks):
         block.forward = partial(in_bfloat16, block.forward)
         for weight in block.parameters():
             rounded = weight.data.bfloat16()
-            weight.data = rounded  # a frozen weight stays bfloat16
-            if weight.requires_grad:
-                # A bfloat16 is the upper half of a float32, so noise in the lower half rounds away at first. A step of
-                # 1 % of the distance to the next bfloat16 then takes 1 % of the weights there; without noise, none.
+            weight.data = rounded  # what frozen weights keep
+            if weight.requires_grad:  # float32 again, with noise in the lower 16 bits
+                # The blocks round the noise away, so the model starts unchanged. Some weights now lie so near a border
+                # of rounding that a small step takes them to the next bfloat16; without noise it would take none.
                 noise = torch.randint(-32767, 32768, weight.shape, dtype=torch.int32) * (rounded != 0)
                 weight.data = (rounded.float().view(torch.int32) + noise).view(torch.float32)
 
@@ -866,15 +866,15 @@ def cast(value, dtype):
 
 
 class LogprobModel(nn.Module):
-    """A module that returns log-probabilities, so that FSDP gathers the LM head for its forward pass."""
+    """token_logprobs as the forward of a module, because only there FSDP gathers weights, here of the LM head."""
 
     def __init__(self, model):
         super().__init__()
         self.model = model
-        self.bad_gradients = 0  # in a row
+        self.bad_gradients = 0  # steps in a row whose gradient norm was inf or nan
 
     def forward(self, batch, temperature, adapters=True):
-        self.model.adapters = adapters  # without adapters it is the initial model
+        self.model.adapters = adapters  # False: it is the initial model, until a pass sets True again
         names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
         return token_logprobs(self.model, *(batch[name] for name in names), temperature)
 
@@ -901,7 +901,7 @@ def open_run(args, policy, optimizer):
 
 def load_state(run_dir, policy, optimizer):
     """Load the newest state, remove later lines from the logs, and return the state's step."""
-    folders = sorted(run_dir.glob("state/0*"))
+    folders = sorted(run_dir.glob("state/0*"))  # not state/unfinished
     if not folders:
         raise SystemExit(f"--resume {run_dir}: this run has no saved state; start it again without --resume")
     model, moments = dcp_state.get_state_dict(policy, optimizer)
@@ -912,13 +912,13 @@ def load_state(run_dir, policy, optimizer):
     step = int(folders[-1].name)
     if dist.get_rank() == 0:
         for log in [*run_dir.glob("metrics.jsonl"), *run_dir.glob("*samples.jsonl")]:
-            lines = [line for line in log.read_text().splitlines(True) if line.endswith("\n")]
+            lines = [line for line in log.read_text().splitlines(True) if line.endswith("\n")]  # whole ones
             log.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
     return step
 
 
 def all_reduce(values, op=dist.ReduceOp.SUM):
-    """Reduce a number or a list of numbers over all ranks, in float64."""
+    """Reduce a number, or a list or tensor of numbers, over all ranks, in float64; return a number or lists."""
     values = torch.as_tensor(values, dtype=torch.float64, device="cpu")
     dist.all_reduce(values, op)
     return values.tolist()
@@ -945,7 +945,7 @@ def log_step(args, step, metrics):
         return
     if args.track:
         wandb.log({"step": step} | metrics)
-    found = [f"{name[5:]} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/")]
+    found = [f"{name.removeprefix('eval/')} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/")]
     if found:
         tqdm.write(f"evaluation after step {step}: {', '.join(found)}")
     recent = [line.get("reward/zero_std") for line in read_metrics(args)[-5:]]
@@ -966,9 +966,9 @@ def read_metrics(args):
 
 
 def evaluate(policy, tokenizer, prompts, args, step, edit=None):
-    """Return the mean reward of greedy completions and, where there are answers, accuracy and pass@k."""
+    """Return the mean reward of greedy completions and, with answers, accuracy and pass@k; log rank 0's samples."""
     torch.manual_seed(args.seed % 2**63)
-    own = prompts[dist.get_rank() :: dist.get_world_size()] or prompts[:1]  # every rank takes part
+    own = prompts[dist.get_rank() :: dist.get_world_size()] or prompts[:1]  # every rank takes part: one may count twice
     _, texts = sample_completions(policy, tokenizer, own, 0.0, args, edit)
     samples = []
     if own[0]["answer"] is not None:
@@ -987,13 +987,13 @@ def evaluate(policy, tokenizer, prompts, args, step, edit=None):
             totals["eval/accuracy"] += is_right(text, answer)
             totals["eval/pass@1"] += num_right / EVAL_SAMPLES
             totals[f"eval/pass@{EVAL_SAMPLES}"] += num_right > 0
-    sums = dict(zip(totals, all_reduce(list(totals.values()))))
+    sums = dict(zip(totals, all_reduce(list(totals.values()))))  # the names and their order are the same on all ranks
     num_prompts = sums.pop("num_prompts")
     return {name: total / num_prompts for name, total in sums.items()}
 
 
 def sample_completions(policy, tokenizer, prompts, temperature, args, edit=None):
-    """Sample one completion per prompt, with equal prompts adjacent; return tensors (B, ...) and texts."""
+    """Sample one completion per prompt; return tensors (B, ...) and texts. Adjacent equal prompts are read once."""
     stop_ids = policy.model.generation_config.eos_token_id
     prompt_ids, prompt_mask = pad_left(prompts, policy.model.device)  # (B, P)
     parts, size, limit = [], args.rollout_batch_size or len(prompts), args.max_completion_length
@@ -1002,12 +1002,12 @@ def sample_completions(policy, tokenizer, prompts, temperature, args, edit=None)
             parts.append(generate(model, ids, mask, limit, temperature, stop_ids, 0, True, edit))
     completion_ids, completion_mask, sampler_logprobs = [torch.cat(values) for values in zip(*parts)]
     lengths = completion_mask.sum(1)  # (B,)
-    hidden_ids = {*stop_ids, tokenizer.pad_token_id, tokenizer.bos_token_id}
+    unwritten_ids = {*stop_ids, tokenizer.pad_token_id, tokenizer.bos_token_id}
     texts, truncated = [], []
     for prompt, ids, length in zip(prompts, completion_ids.tolist(), lengths.tolist()):
         truncated.append(ids[length - 1] not in stop_ids)
-        text = tokenizer.decode([token for token in ids[:length] if token not in hidden_ids])
-        # A <think> at the end of the prompt belongs to the completion.
+        text = tokenizer.decode([token for token in ids[:length] if token not in unwritten_ids])
+        # A <think> at the end of the prompt, in its last nine tokens, belongs to the completion.
         if tokenizer.decode(prompt["prompt_ids"][-9:]).rstrip().endswith("<think>"):
             text = "<think>" + text
         texts.append(text)
@@ -1054,7 +1054,7 @@ def compute_rewards(texts, rows):
 
 
 def pick_rows(rows, start, count, seed):
-    """Pick rows from place start on, in endless passes over all rows, each in another order."""
+    """Pick count rows from place start on of an endless order: all rows shuffled, all shuffled anew, and so on."""
     order = []
     for epoch in range(start // len(rows), (start + count - 1) // len(rows) + 1):
         generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
@@ -1065,7 +1065,7 @@ def pick_rows(rows, start, count, seed):
 
 @torch.no_grad()
 def lookup_logprobs(policy, batch, minibatches, args):
-    """Return log-probabilities (B, T) for the rows in these minibatches, and 0 for all others.
+    """Return log-probabilities (B, T) for the live rows in these minibatches, and 0 for all others.
 
     The microbatches are the same as in the update, because bfloat16 results depend on them.
     """
@@ -1079,19 +1079,19 @@ def lookup_logprobs(policy, batch, minibatches, args):
 
 def microbatches(batch, rows, max_tokens):
     """Yield the live rows, longest first, in parts of up to max_tokens including padding, or of a single row."""
-    rows = rows[batch["live"][rows]]
-    rows = rows[batch["lengths"][rows].argsort(descending=True, stable=True)]
+    live = rows[batch["live"][rows]]
+    rest = live[batch["lengths"][live].argsort(descending=True, stable=True)]
     parts = []
-    while len(rows) > 0:
-        size = max(1, max_tokens // batch["lengths"][rows[0]].item())
-        parts.append(rows[:size])
-        rows = rows[size:]
-    # All ranks must make the same number of passes: ranks with fewer parts add a row whose tokens are all masked.
+    while len(rest) > 0:
+        size = max(1, max_tokens // batch["lengths"][rest[0]].item())
+        parts.append(rest[:size])
+        rest = rest[size:]
+    # All ranks must make equally many passes, at least one. A filler is one row with all tokens masked, and no "rows".
     num_parts = int(all_reduce(max(1, len(parts)), dist.ReduceOp.MAX))
     for index in inner_bar(parts, "microbatches"):
         yield {name: values[index] for name, values in batch.items()} | {"rows": index}
     for _ in range(num_parts - len(parts)):
-        part = {name: values[:1] for name, values in batch.items()} | {"rows": rows}
+        part = {name: values[:1] for name, values in batch.items()} | {"rows": rest}  # empty
         part["completion_mask"] = torch.zeros_like(part["completion_mask"])
         yield part
 
@@ -1104,7 +1104,7 @@ def step_optimizer(policy, optimizer, learning_rate, max_grad_norm):
     grad_norm = grad_norm.item()
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
-    policy.bad_gradients += 1
+    policy.bad_gradients += 1  # unless this one is finite
     if math.isfinite(grad_norm):
         policy.bad_gradients = 0
         if grad_norm > 0:  # without a gradient AdamW would continue in its last direction
@@ -1116,10 +1116,10 @@ def step_optimizer(policy, optimizer, learning_rate, max_grad_norm):
 
 
 def step_metrics(totals, divisor, batch, group_size):
-    """Means over all ranks: policy/* over tokens, loss/* over the divisor, all else over completions."""
+    """Return means over all ranks: policy/* over trained tokens, loss/* over the divisor, all else over completions."""
     groups = batch["rewards"].view(-1, group_size)
-    totals["reward/mean"] = groups.sum()
-    totals["reward/zero_std"] = (groups == groups[:, :1]).all(1).sum() * group_size
+    totals["reward/mean"] = groups.sum()  # this and the next three are sums until they are divided below
+    totals["reward/zero_std"] = (groups == groups[:, :1]).all(1).sum() * group_size  # completions of these groups
     totals["rollout/length_mean"] = batch["completion_mask"].sum()
     totals["rollout/truncated"] = batch["truncated"].sum()
     sums = dict(zip(totals, all_reduce([float(total) for total in totals.values()])))
@@ -1157,10 +1157,10 @@ def save(run_dir, policy, optimizer, tokenizer, step):
         policy.model.save_pretrained(run_dir / "checkpoint.new", state_dict=weights)
         tokenizer.save_pretrained(run_dir / "checkpoint.new")
         shutil.rmtree(run_dir / "checkpoint", ignore_errors=True)
-        Path(run_dir, "checkpoint.new").rename(run_dir / "checkpoint")
-    fresh = isinstance(optimizer, torch.optim.Optimizer) and not optimizer.state
+        (run_dir / "checkpoint.new").rename(run_dir / "checkpoint")
+    fresh = isinstance(optimizer, torch.optim.Optimizer) and not optimizer.state  # ppo_rlhf.py has a list
     model, moments = dcp_state.get_state_dict(policy, optimizer)
-    if fresh:  # get_state_dict made a step of 0 for the moments, which must not count
+    if fresh:  # get_state_dict made an optimizer step with learning rate 0, to create the state: do not count it
         for values in optimizer.state.values():
             values["step"].zero_()
     dcp.save({"model": model, "optimizer": moments}, checkpoint_id=unfinished)
@@ -1185,7 +1185,7 @@ def end_run(args, stops, handlers):
         if len(evaluations) > 1:
             for name in evaluations[0]:
                 if name.startswith("eval/"):
-                    print(f"{name[5:]} {evaluations[0][name]:.3f} -> {evaluations[-1][name]:.3f}")
+                    print(f"{name.removeprefix('eval/')} {evaluations[0][name]:.3f} -> {evaluations[-1][name]:.3f}")
         if Path(args.run_dir, "checkpoint").exists():
             print(f"model: {args.run_dir}/checkpoint; to continue: --resume {args.run_dir} --num-steps N")
     for signum, handler in handlers.items():

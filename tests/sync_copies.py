@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-MARKER = "# ---- below: functions that are byte-identical in all scripts that have them, "
-MARKER += "in the order in which main calls them\n"
+MARKER = "# ---- below: what the scripts share, in the order of use, "
+MARKER += "as identical copies (tests/sync_copies.py lists exceptions)\n"
 CLIPPED = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "grpo_process", "grpo_tools")
 ONLINE = ("reinforce", *CLIPPED)
 BLOCK = ONLINE  # all that stands below the line is one text

@@ -136,7 +136,7 @@ FAULTS = {
     "other tokenizer": (take_other_tokenizer, "index out of range|no stop token"),
     "adapters": (adapters, "model is a LoRA adapter: merge it into its model"),
     "quantized": (make_quantized, "model is quantized: "),
-    "encoder": (make_encoder, "T5ForConditionalGeneration, is not a causal language model|not a complete reward model"),
+    "encoder": (make_encoder, "T5ForCond.* is not a causal language model|not a complete reward model"),
 }
 
 
