@@ -1029,7 +1029,7 @@ def evaluate(policy, tokenizer, prompts, args, step, edit=None):
             totals["eval/accuracy"] += is_right(text, answer)
             totals["eval/pass@1"] += num_right / EVAL_SAMPLES
             totals[f"eval/pass@{EVAL_SAMPLES}"] += num_right > 0
-    sums = dict(zip(totals, all_reduce(list(totals.values()))))  # the names and their order are the same on all ranks
+    sums = dict(zip(totals, all_reduce(list(totals.values()))))
     num_prompts = sums.pop("num_prompts")
     return {name: total / num_prompts for name, total in sums.items()}
 

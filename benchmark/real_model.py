@@ -223,7 +223,8 @@ def one(name, seed, threads):
             execute(command, threads)
             lines = read_jsonl(Path(command[-1], "eval_samples.jsonl"))
             found = read_jsonl(Path(command[-1], "metrics.jsonl"))[0]
-            found |= {} if look == "instructions" else count_equations(lines)
+            if look != "instructions":
+                found |= count_equations(lines)
             samples += [key | {"look": look} | line for line in lines[:3]]
         rows.append(key | {"look": look} | found)
         if look == "instructions":
@@ -530,11 +531,8 @@ def errors_table(rows):
     lines = []
     for title, after in found.items():
         change = rights_of(after) - before[: len(after)]  # (seeds, 200)
-        errors = [
-            f"{means.std(ddof=1) / len(means) ** 0.5:.3f}" if len(means) > 1 else ""
-            for means in (change.mean(0), change.mean(1))
-        ]
-        lines.append([title, f"{change.mean():.3f}", *errors])
+        errors = [means.std(ddof=1) / len(means) ** 0.5 for means in (change.mean(0), change.mean(1))]
+        lines.append([title, f"{change.mean():.3f}", *(f"{error:.3f}" for error in errors)])
     return table(["", "rise of greedy accuracy", "standard error, instructions", "standard error, seeds"], lines)
 
 
