@@ -68,7 +68,7 @@ class Args:
 
     # model and data; the defaults suit real models, and "task_defaults" in a model's config.json replaces them
     model: str = str(HERE / "models/tiny")
-    """folder or Hugging Face name of a causal language model"""
+    """folder or Hugging Face name of a causal language model; models in models/ replace some defaults below"""
     dataset: str = str(HERE / "data/preferences")
     """file, folder or Hugging Face name; columns: chosen and rejected, with or without prompt (question, problem)"""
     system_prompt: str = ""
@@ -82,7 +82,7 @@ class Args:
     num_steps: int = 1000
     """optimizer steps (0: evaluate only)"""
     learning_rate: float = 5e-7
-    """learning rate of AdamW; a model of 135 M parameters needed 1e-5"""
+    """learning rate of AdamW; small models need a higher one, such as 1e-5 for 135 M parameters"""
     warmup_steps: int = 150
     """optimizer steps over which the learning rate rises from 0 (150 in the paper)"""
     minibatch_size: int = 64
@@ -92,7 +92,7 @@ class Args:
     max_grad_norm: float = 10.0
     """larger gradients are scaled down to this norm (10 in the authors' code)"""
     gradient_checkpointing: bool = False
-    """recompute activations in the backward pass: saves memory, takes about a third longer"""
+    """recompute activations in the backward pass: saves memory, but the update takes about a third longer"""
     precision: Literal["auto", "bfloat16", "float32"] = "auto"
     """precision of the transformer blocks (auto: bfloat16 where the hardware supports it, otherwise float32)"""
     lora_rank: int = 0
@@ -106,9 +106,9 @@ class Args:
     save_every: int = 100
     """steps between saves"""
     run_dir: str = ""
-    """new folder for logs and checkpoints (default: runs/SCRIPT__SEED__TIME)"""
+    """new folder for logs and checkpoints (empty: runs/SCRIPT__SEED__TIME)"""
     resume: str = ""
-    """folder of a run to continue (one that you trust); its settings become the defaults"""
+    """folder of a run to continue; its settings become the defaults (loading an untrusted run can execute code)"""
     seed: int = 1
     """seed of the order of pairs"""
     track: bool = False
@@ -192,7 +192,7 @@ def main(args):
     rank, world_size, device = init_ranks()
     check_args(args, world_size)
     if args.label_smoothing >= 0.5:
-        raise SystemExit("--label-smoothing must be below 0.5, or the labels mean nothing")
+        raise SystemExit("--label-smoothing must be below 0.5: at 0.5 labels carry no information, above it they flip")
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     train_pairs, eval_pairs = load_pairs(args, tokenizer)
     model = load_model(args.model, tokenizer, args.lora_rank)
@@ -274,9 +274,7 @@ def read_config(name):
         raise SystemExit(f"{name} is a LoRA adapter: merge it into its model first, with merge_and_unload() of peft")
     config, _ = PreTrainedConfig.get_config_dict(name)
     if "quantization_config" in config:
-        raise SystemExit(
-            f"{name} is quantized: train the checkpoint that it was made from, if need be with --lora-rank"
-        )
+        raise SystemExit(f"{name} is quantized: train the checkpoint that it was made from (--lora-rank saves memory)")
     return config
 
 
@@ -346,7 +344,7 @@ def load_rows(args, read):
         loaded.append(examples)
         report = f"{len(examples)} {kind} rows of {args.dataset}, split {split}, dropped: {dict(dropped)}"
         if needed[kind] and not examples:
-            raise SystemExit(f"no {kind} row is left, with --eval-prompts {args.eval_prompts}: {report}")
+            raise SystemExit(f"no {kind} row is left (--eval-prompts holds out {args.eval_prompts}): {report}")
         if dist.get_rank() == 0:
             print(report)
     return loaded[1], loaded[0]
@@ -377,7 +375,7 @@ def read_pair(row, tokenizer, args):
     """Return [{prompt_ids, chosen_ids, rejected_ids}], or why the pair is left out."""
     prompt, chosen, rejected = split_pair(row, tokenizer.chat_template is not None)
     if not prompt or not chosen.strip() or not rejected.strip():
-        return ["without one prompt and two completions"]
+        return ["without a common prompt and two completions"]
     messages = as_messages(prompt, row.get("system") or args.system_prompt)
     prompt_ids, chosen_ids = encode_completion(tokenizer, messages, chosen)
     _, rejected_ids = encode_completion(tokenizer, messages, rejected)
@@ -423,12 +421,12 @@ def find_column(row, names, required=True):
             elif isinstance(value, int):
                 value = str(value)
             elif not isinstance(value, str | list):
-                raise ValueError(f"the column {name} was read as a {type(value).__name__}: write it as a text")
+                raise ValueError(f"the column {name} was read as a {type(value).__name__}: write it as a string")
             if isinstance(value, str) and re.match(r'\s*\[\s*\{\s*"(role|content)"', value):
                 value = json.loads(value)  # messages in a csv file
             return value
     if required:
-        raise ValueError(f"one of the columns {', '.join(names)} is needed, but there are {', '.join(row)}")
+        raise ValueError(f"one of the columns {', '.join(names)} is needed, but the row has only {', '.join(row)}")
     return None
 
 
@@ -589,7 +587,7 @@ def check_context(model, longest):
     """Exit if texts may be longer than the model's context."""
     context = getattr(model.config.get_text_config(), "max_position_embeddings", longest)
     if longest > context:
-        raise SystemExit(f"prompt and completion may have {longest} tokens, but the model's context has {context}")
+        raise SystemExit(f"the maximum lengths add up to {longest} tokens, but the model's context has only {context}")
 
 
 @torch.no_grad()
@@ -839,7 +837,7 @@ def catch_signals():
     def request_stop(signum, _frame):
         received.append(signum)
         signal.signal(signum, handlers[signum])
-        os.write(2, b"\nstopping after this step; once more to stop at once\n")
+        os.write(2, b"\nsaving and stopping after this step; press Ctrl-C again to stop at once\n")
 
     for signum in (signal.SIGINT, signal.SIGTERM):
         handlers[signum] = signal.signal(signum, request_stop)

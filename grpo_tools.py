@@ -60,18 +60,18 @@ HERE = Path(__file__).resolve().parent
 
 @dataclass
 class Args:
-    """Train a language model that calls tools with GRPO."""
+    """Train a language model with GRPO to call tools."""
 
     # model and data; the defaults suit real models, and "task_defaults" in a model's config.json replaces them
     model: str = str(HERE / "models/tiny")
-    """folder or Hugging Face name of a causal language model"""
+    """folder or Hugging Face name of a causal language model; models in models/ replace some defaults below"""
     dataset: str = str(HERE / "data/addition")
-    """file, folder or Hugging Face name; columns: prompt, question or problem, and answer, solution or ground_truth"""
+    """file, folder or Hugging Face name; columns: prompt (question, problem) and answer (solution, ground_truth)"""
     system_prompt: str = (
         "Reason step by step. Write each calculation as 12 * 34 =, with two numbers: a calculator puts in the result. "
         "Put your final answer within \\boxed{}."
     )
-    """system message placed before every prompt"""
+    """system message placed before every prompt that has none"""
     max_prompt_length: int = 512
     """maximum tokens per prompt; longer prompts are dropped"""
 
@@ -89,11 +89,11 @@ class Args:
     rollout_batch_size: int = 0
     """maximum completions sampled at once on each rank (0: all); set it if sampling runs out of memory"""
     sampler_weight_cap: float = 2.0
-    """cap on a token's weight: its probability in training divided by that in sampling, which rounds differently"""
+    """cap on each token's importance weight, which corrects for rounding differences of sampling and training"""
 
     # optimization
     learning_rate: float = 1e-6
-    """learning rate of AdamW; a model of 135 M parameters needed 1e-5"""
+    """learning rate of AdamW; small models need a higher one, such as 1e-5 for 135 M parameters"""
     warmup_steps: int = 0
     """optimizer steps over which the learning rate rises from 0"""
     minibatch_size: int = 256
@@ -105,7 +105,7 @@ class Args:
     max_grad_norm: float = 1.0
     """larger gradients are scaled down to this norm"""
     gradient_checkpointing: bool = False
-    """recompute activations in the backward pass: saves memory, takes about a third longer"""
+    """recompute activations in the backward pass: saves memory, but the update takes about a third longer"""
     precision: Literal["auto", "bfloat16", "float32"] = "auto"
     """precision of the transformer blocks (auto: bfloat16 where the hardware supports it, otherwise float32)"""
     lora_rank: int = 0
@@ -119,9 +119,9 @@ class Args:
     save_every: int = 20
     """steps between saves"""
     run_dir: str = ""
-    """new folder for logs and checkpoints (default: runs/SCRIPT__SEED__TIME)"""
+    """new folder for logs and checkpoints (empty: runs/SCRIPT__SEED__TIME)"""
     resume: str = ""
-    """folder of a run to continue (one that you trust); its settings become the defaults"""
+    """folder of a run to continue; its settings become the defaults (loading an untrusted run can execute code)"""
     seed: int = 1
     """seed of sampling and of the order of prompts"""
     track: bool = False
@@ -131,7 +131,7 @@ class Args:
     clip_eps: float = 0.2
     """epsilon in eq. 3; the paper does not give its value"""
     tool_tokens: int = 512
-    """maximum tokens that tool_fn sees of the end of a completion, and maximum tokens of its reply"""
+    """tool_fn reads at most this many tokens at the end of a completion, and replies with at most as many"""
 
 
 def is_right(completion, answer):
@@ -431,9 +431,7 @@ def read_config(name):
         raise SystemExit(f"{name} is a LoRA adapter: merge it into its model first, with merge_and_unload() of peft")
     config, _ = PreTrainedConfig.get_config_dict(name)
     if "quantization_config" in config:
-        raise SystemExit(
-            f"{name} is quantized: train the checkpoint that it was made from, if need be with --lora-rank"
-        )
+        raise SystemExit(f"{name} is quantized: train the checkpoint that it was made from (--lora-rank saves memory)")
     return config
 
 
@@ -455,7 +453,7 @@ def check_args(args, world_size):
     completions = args.prompts_per_step * args.group_size
     minibatch_size = getattr(args, "minibatch_size", completions)  # reinforce.py makes one update per rollout
     if completions % minibatch_size:
-        raise SystemExit(f"--minibatch-size {minibatch_size} does not divide the {completions} completions")
+        raise SystemExit(f"--minibatch-size {minibatch_size} does not divide the {completions} completions of a step")
     if args.prompts_per_step % world_size or minibatch_size % world_size:
         raise SystemExit(f"--prompts-per-step and --minibatch-size must be multiples of the {world_size} ranks")
     if args.precision == "auto":
@@ -507,7 +505,7 @@ def load_rows(args, read):
         loaded.append(examples)
         report = f"{len(examples)} {kind} rows of {args.dataset}, split {split}, dropped: {dict(dropped)}"
         if needed[kind] and not examples:
-            raise SystemExit(f"no {kind} row is left, with --eval-prompts {args.eval_prompts}: {report}")
+            raise SystemExit(f"no {kind} row is left (--eval-prompts holds out {args.eval_prompts}): {report}")
         if dist.get_rank() == 0:
             print(report)
     return loaded[1], loaded[0]
@@ -564,12 +562,12 @@ def find_column(row, names, required=True):
             elif isinstance(value, int):
                 value = str(value)
             elif not isinstance(value, str | list):
-                raise ValueError(f"the column {name} was read as a {type(value).__name__}: write it as a text")
+                raise ValueError(f"the column {name} was read as a {type(value).__name__}: write it as a string")
             if isinstance(value, str) and re.match(r'\s*\[\s*\{\s*"(role|content)"', value):
                 value = json.loads(value)  # messages in a csv file
             return value
     if required:
-        raise ValueError(f"one of the columns {', '.join(names)} is needed, but there are {', '.join(row)}")
+        raise ValueError(f"one of the columns {', '.join(names)} is needed, but the row has only {', '.join(row)}")
     return None
 
 
@@ -756,7 +754,7 @@ def check_model(model, prompt_ids, args):
     longest = args.max_prompt_length + args.max_completion_length
     context = getattr(model.config.get_text_config(), "max_position_embeddings", longest)
     if longest > context:
-        raise SystemExit(f"prompt and completion may have {longest} tokens, but the model's context has {context}")
+        raise SystemExit(f"the maximum lengths add up to {longest} tokens, but the model's context has only {context}")
     prompts = [{"prompt_ids": prompt_ids[: 1 + i]} for i in range(8)]  # of several lengths, so that there is padding
     ids, mask = pad_left(prompts, model.device)
     stop_ids = range(0, model.config.get_text_config().vocab_size, 2)  # every second id, so that rows end one by one
@@ -1008,7 +1006,7 @@ def catch_signals():
     def request_stop(signum, _frame):
         received.append(signum)
         signal.signal(signum, handlers[signum])
-        os.write(2, b"\nstopping after this step; once more to stop at once\n")
+        os.write(2, b"\nsaving and stopping after this step; press Ctrl-C again to stop at once\n")
 
     for signum in (signal.SIGINT, signal.SIGTERM):
         handlers[signum] = signal.signal(signum, request_stop)
@@ -1126,7 +1124,7 @@ def compute_rewards(texts, rows):
         try:
             rewards[i] = float(reward)
         except Exception as error:
-            raise SystemExit(f"score_completions returned {reward!r} for the row {rows[i]}") from error
+            raise SystemExit(f"score_completions returned {reward!r} for the row {rows[i]}, not a number") from error
     return rewards
 
 

@@ -682,7 +682,8 @@ DONE_OTHERWISE = {  # {(script, detail): run}: details of benchmark/details.py w
 }
 PAGES = [ROOT / "docs" / f"{name}.md" for name in ("claims", *ONLINE)]
 ALL_TABLES = RESULTS.with_suffix(".md")  # docs/claims.md links to it
-MEASURED = ("reward", "accuracy", "length", "dots_wrong", "truncated", "entropy", "grad_norm")
+MEASURED = {"reward": ".3f", "accuracy": ".3f", "length": ".1f", "dots_wrong": ".2f", "truncated": ".3f"}
+MEASURED |= {"entropy": ".3f", "grad_norm": ".3f"}
 SETS = {"map": MAP, "batch": BATCH, "details": DONE_OTHERWISE, "tuning": TUNING}
 SEEDS_OF_SETS = {"map": THREE_SEEDS, "batch": THREE_SEEDS, "details": THREE_SEEDS, "tuning": (TUNING_SEED,)}
 
@@ -1049,11 +1050,11 @@ def otherwise(found, script):
             runs = [found.get((run, seed), []) for seed in THREE_SEEDS]
             plain = runs if detail.startswith(UNCHANGED) else plain
             cells = [detail]
-            for column in MEASURED:
+            for column, digits in MEASURED.items():
                 own, base = ([value_of(rows, column, 31, 40) for rows in side] for side in (runs, plain))
                 known = None not in own + base
                 bold = "**" * (known and verdict(column, own, base) in ("seen", "opposite"))
-                cells.append(f"{bold}{statistics.mean(own):.3g}{bold}" if known else "-")
+                cells.append(f"{bold}{statistics.mean(own):{digits}}{bold}" if known else "-")
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

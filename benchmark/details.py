@@ -339,19 +339,19 @@ ON_PAGES = {
     "greedy accuracy": ("greedy accuracy", ".3f"),
     "pass@1": ("pass@1", ".3f"),
     "length": ("tokens of a completion", ".1f"),
-    "step of 0.9": ("first step with accuracy of 0.9", ".0f"),
+    "step of 0.9": ("first step with accuracy of at least 0.9", ".0f"),
 }
 CUT_OFF = {"truncated": ("share cut off at the length limit", ".2f")}
 OTHERS_ON_PAGES = {  # {script: its columns}
     "ppo_rlhf": {name: ON_PAGES[name] for name in ("greedy accuracy", "pass@1")}
     | {
         "KL": ("KL, nats per completion", ".2f"),
-        "explained variance": ("variance that the value model explains", ".2f"),
+        "explained variance": ("explained variance of the value model", ".2f"),
     },
     "dpo": {
         "pair accuracy": ("pairs in the right order", ".3f"),
-        "chosen log ratio": ("log-ratio of the chosen", "+.2f"),
-        "rejected log ratio": ("log-ratio of the rejected", "+.2f"),
+        "chosen log ratio": ("log-ratio of the chosen completion", "+.2f"),
+        "rejected log ratio": ("log-ratio of the rejected completion", "+.2f"),
         "greedy accuracy": ON_PAGES["greedy accuracy"],
     }
     | CUT_OFF,
@@ -520,8 +520,10 @@ def read_results(path):
 
 def render(results):
     """Return the page: a table per script with means over seeds."""
-    page = "`python benchmark/details.py`, one thread, " + platform.machine() + ": means over the seeds given.\n"
-    page += "Columns are explained in benchmark/README.md, details are edits in `benchmark/details.py`.\n"
+    page = (
+        f"`python benchmark/details.py`, one thread, {platform.machine()}: means over the seeds in the second column.\n"
+    )
+    page += "`benchmark/README.md` explains the columns, and `benchmark/details.py` has the edits.\n"
     for script, details in DETAILS.items():
         rows = []
         for detail in details:

@@ -209,6 +209,8 @@ def one(name, seed, threads):
         rows = [key | {metric: value * 1 for metric, value in line.items()} for line in steps]  # of False 0
         count_completions(rows, json.loads((folder / "args.json").read_text()))
         rows.append(key | {"look": "whole", "step": steps[-1]["step"], "minutes": minutes, "gib": gib})
+        if RUNS[name].sampled:
+            rows[-1]["samples"] = len(read_jsonl(data_of(name, seed)))
         evaluated = read_jsonl(folder / "eval_samples.jsonl")
         mark_right(rows, evaluated)
         ends = [[line for line in evaluated if line["step"] == evaluated[end]["step"]] for end in (0, -1) if evaluated]
@@ -544,10 +546,10 @@ def replies(_):
             found.setdefault(row["prompt"], []).append((row["completion"], row["reward"]))
     lines = []
     for prompt in held_out():
-        for (before, _), (after, reward) in [found[prompt]] if prompt in found else []:
+        for (before, reward_before), (after, reward_after) in [found[prompt]] if prompt in found else []:
             texts = (" ".join(text.replace("|", "\\|").split()) for text in (prompt, before, after))
-            lines.append([*texts, reward])
-    return table(["instruction", "before", "after", "reward after"], lines)
+            lines.append([*texts, f"{reward_before:g} → {reward_after:g}"])
+    return table(["instruction", "before", "after", "reward"], lines)
 
 
 KINDS = {

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+from statistics import fmean
 
 import pytest
 import real_model
@@ -75,10 +76,13 @@ def test_mawps_is_read_with_its_equation_which_must_give_its_answer(tmp_path):
 
 @pytest.mark.parametrize("page", ("docs/real_model.md", "examples/README.md", "CHANGELOG.md"))
 def test_prose_has_the_rise_of_the_table(page):
-    accuracy = real_model.accuracy_by_kind(real_model.read_csv())
+    rows = real_model.read_csv()
+    accuracy = real_model.accuracy_by_kind(rows)
     before, after = accuracy["before"]["all"], accuracy["`grpo.py`, step 20"]["all"]
     text = " ".join((ROOT / page).read_text().split())
     assert f"rises from {before} to {after} " in text
     if page == "docs/real_model.md":
         baseline = accuracy["`sft.py` on right samples"]["all"]
         assert f"the greedy accuracy of `sft.py` rises from {before} to {baseline}." in text
+        samples = fmean(row["samples"] for row in rows if row["run"] == "instructions_sft" and "samples" in row)
+        assert f"about {samples:.0f} right samples" in text

@@ -19,10 +19,10 @@ small random model on a CPU, and compares padded batches with a forward pass of 
 log-probabilities, gradients, and samples of groups in which rows finish at different times. Sparse attention
 (`index_topk`) is tested only on sequences that are short enough for it to keep all tokens.
 
-Other architectures may work as well. At the start, every script that samples compares the log-probabilities of sampling
-and of training, on completions of parts of a prompt. It stops with an error if they differ. Models that transformers
-cannot load as a causal language model (Qwen2.5-VL) are refused. If a model also reads images (Gemma 3, Qwen3.5), the
-script trains and saves only its language model, and says so.
+Other architectures may work as well. At the start, every script that samples also checks the model: it compares the
+log-probabilities of sampling and of training on short completions of prefixes of the first prompt. It stops with an
+error if they differ. Models that transformers cannot load as a causal language model (Qwen2.5-VL) are refused. If a
+model also reads images (Gemma 3, Qwen3.5), the script trains and saves only its language model, and says so.
 
 Not supported: LoRA adapter folders (merge them into their model first), quantized checkpoints, training the vision part
 of a model, and a reward model whose tokenizer differs from the policy's.
@@ -41,7 +41,7 @@ REFUSAL = """
 
 For these models, the comparison of sampling and training at the start ends the run. Most of them have a cache that
 sampling cannot use, because sampling pads the prompts of a batch, shares a prompt within a group, and removes finished
-rows from the batch. The others have a head or a body that the scripts do not reproduce.
+rows from the batch. The others have an LM head or a base model that the scripts do not support.
 
 | architecture | error message contains |
 |---|---|"""

@@ -74,8 +74,8 @@ NOTES = {
         "The two clip ranges of section 5.1, and no KL term, which the paper leaves out.",
         "Two clip ranges, and no reference model.",
         "A completion has one ratio, as it has one advantage.",
-        "Eq. 7: the ratio is the geometric mean of the tokens' ratios. A clipped completion counts with all its "
-        "tokens.",
+        "Eq. 7: the ratio is the geometric mean of the tokens' ratios. In the metrics, a clipped completion counts "
+        "with all its tokens.",
         "Eq. 5, without a KL term. The weight that corrects for the sampler's rounding is a geometric mean, too. "
         "Without clipping, weight times ratio is then the ratio of eq. 7 between policy and sampler.",
         "`policy_loss` has other arguments here.",
@@ -122,7 +122,7 @@ NOTES = {
         "All ranks need equally many forward passes, so a rank may add a row whose tokens are all masked.",
         "`policy_loss` has other arguments here. The mask has only the policy's own tokens, so the tool's are in no "
         "loss and no mean.",
-        "The tool's tokens are not in the entropy and the count of tokens either.",
+        "The entropy and the count of tokens leave out the tool's tokens, too.",
         "The tool, and no reference model.",
         "Evaluations use the tool, too.",
         "The tool's tokens have log-probability −inf, so `action_mask` has only the tokens that the policy sampled. "
@@ -193,7 +193,7 @@ these scripts is identical (`tests/test_copies.py`, `docs/test_diffs.py`). This 
 of the token |
 | clipping | none | 0.2 | 0.2 | 0.2 below, 0.28 above | 3e-4 below, 4e-4 above | none; r is capped at 5 |
 | KL | none | k3 to the initial model, in the loss | none | none | none | none |
-| groups without a signal | skipped | only the KL term | skipped | replaced by other prompts | skipped | skipped |
+| groups with equal rewards | skipped | only the KL term | skipped | replaced by other prompts | skipped | skipped |
 | models in memory | policy | policy, reference | policy | policy | policy | policy |
 """
 MORE = """
@@ -208,7 +208,7 @@ The next table shows how two more scripts differ from GRPO:
 | reward R | a rule for every step, and for the answer | rule |
 | weight of a token | as in GRPO | 1 / (own tokens of oᵢ × N); 0 for tokens of the tool |
 | KL | as in GRPO | none |
-| groups without a signal | as in GRPO | skipped |
+| groups with equal rewards | as in GRPO | skipped |
 | models in memory | policy, reference | policy |
 """
 FOOT = """
@@ -229,7 +229,7 @@ The other four scripts do not use groups:
 Σᵢ Σₜ min(r A, clip(r) A), and the value loss |
 | advantage | - | - | - | GAE of the reward, per token, whitened |
 | reward R | - | - | - | last token: score, less a penalty if there is no stop token; each token: − β log π_old/π_ref |
-| weight of a token | 1 / number of tokens | 1 / number of pairs, of the score at the last token | \
+| weight of a token | 1 / number of tokens | 1 / number of pairs; only the last token has a score | \
 1 / number of pairs | 1 / number of tokens |
 | ratio | none | none | none | of the token |
 | clipping | none | none | none | 0.2; values within 0.2 of the old ones |

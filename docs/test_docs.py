@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from statistics import correlation, fmean, stdev
 
+import default_runs
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -165,26 +166,37 @@ def test_tables_of_the_results_are_those_of_the_measurements():
     page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     results = {
         name: json.loads((ROOT / "benchmark" / "results" / f"{name}.json").read_text())
-        for name in ("grpo_seeds", "grpo_vs_trl_bundled", "grpo_vs_trl_large", "grpo_vs_trl_real")
+        for name in ("grpo_vs_trl_bundled", "grpo_vs_trl_large", "grpo_vs_trl_real")
     }
-    seeds = [
-        [run[key] for key in ("seed", "before", "after", "pass@1 before", "pass@1 after", "training seconds")]
-        for run in results.pop("grpo_seeds")["seeds"]
-    ]
-    seeds.append([fmean(column) for column in zip(*seeds)])
     sides = [
         [size["summary"][side][key] for side in ("ours", "trl", "ratio")]
         for found in results.values()
         for size in found["results"].values()
         for key in ("rollout_seconds", "update_seconds", "step_seconds", "peak_gib")
     ]
-    for title, numbers, first in (("The default run of grpo.py", seeds, 1), ("Against TRL", sides, 0)):
-        section = page.partition(f"## {title}\n")[2].partition("\n## ")[0]
-        rows = [line.strip("| ").split(" | ")[1:] for line in section.splitlines() if line.startswith("| ")][1:]
-        assert len(rows) == len(numbers)
-        for row, expected in zip(rows, numbers):
-            assert len(row) == len(expected) - first
-            assert all(map(shown_as, expected[first:], row)), (row, expected)
+    section = page.partition("## Against TRL\n")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ")[1:] for line in section.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) == len(sides)
+    for row, expected in zip(rows, sides):
+        assert len(row) == len(expected)
+        assert all(map(shown_as, expected, row)), (row, expected)
+
+
+def test_tables_of_the_default_runs_are_those_of_the_csv():
+    filled = default_runs.filled_pages(default_runs.read_rows())
+    assert len(filled) == len(SCRIPTS) + 1
+    assert [path.name for path, text in filled.items() if path.read_text(encoding="utf-8") != text] == []
+
+
+def test_every_script_improves_its_own_measure_with_every_seed():
+    own = dict.fromkeys(SCRIPTS, "eval/accuracy") | dict.fromkeys(("dpo", "reward_model"), "eval/pair_accuracy")
+    own |= {"ppo_rlhf": "eval/score", "sft": "eval/loss"}
+    rows = default_runs.read_rows()
+    for script, metric in own.items():
+        sign = -1 if metric == "eval/loss" else 1
+        before, after = default_runs.before_and_after(rows, script, metric)
+        assert len(after) == len(default_runs.seeds_of(script))
+        assert all(sign * new > sign * old for old, new in zip(before, after))
 
 
 def test_what_is_said_of_learning_is_what_was_measured():

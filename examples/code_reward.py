@@ -1,4 +1,4 @@
-r"""Train grpo.py with a reward for code: a completion earns 1 if its last ```python block passes all unit tests.
+r"""Run grpo.py with a reward for code: a completion earns 1 if its last ```python block passes all unit tests.
 
     python examples/code_reward.py --model Qwen/Qwen2.5-Coder-0.5B-Instruct --dataset my_tests.jsonl --system-prompt ""
 

@@ -1,4 +1,4 @@
-"""Run one program in a sandbox and write the values of calls of its functions: the child process of code_reward.py.
+"""Run one program in a sandbox, and write the values of calls to its functions: the child process of code_reward.py.
 
 It reads the job from stdin and writes the values to stdout, both as JSON. Before the program runs, it writes to stderr
 that the sandbox is ready. If the sandbox cannot be created, it writes the reason instead and does not run the program.

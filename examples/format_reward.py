@@ -1,4 +1,4 @@
-"""Train grpo.py with the rewards of R1-Zero: a weighted sum of accuracy and format, both checked by rules.
+"""Run grpo.py with the rewards of R1-Zero: a weighted sum of accuracy and format, both checked by rules.
 
     python examples/format_reward.py
     python examples/format_reward.py --model Qwen/Qwen2.5-0.5B --dataset openai/gsm8k:main --system-prompt \
@@ -9,7 +9,7 @@ by something else. The script prints accuracy, format and reward for every rollo
 over its completions. eval/accuracy and pass@k only count is_right.
 
 DeepSeek-AI, "DeepSeek-R1: Incentivizing Reasoning Capability in LLMs via Reinforcement Learning" (2025), section 2.2.2
-https://arxiv.org/abs/2501.12948v1. The paper starts from a base model and gives no weights.
+https://arxiv.org/abs/2501.12948v1. The paper starts from a base model and does not say how it weights the two rewards.
 """
 
 import re

@@ -6,7 +6,8 @@ Lambert et al., "Tulu 3: Pushing Frontiers in Open Language Model Post-Training"
 https://arxiv.org/abs/2411.15124v1
 
 The data, data/constraints, has eight kinds of constraints; one of them is only in the held-out rows. The reward is 1 if
-the completion meets the constraint and is an answer of its own, otherwise 0. Accuracy and pass@k count the same.
+the completion meets the constraint and does not just repeat the prompt, otherwise 0. Accuracy and pass@k count the
+same.
 
     python models/smollm2/make.py ...                              (once: see models/smollm2/README.md)
     python examples/instructions.py --model models/smollm2

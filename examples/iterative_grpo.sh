@@ -2,7 +2,7 @@
 # Iterative GRPO: rounds of grpo.py. Each round starts from the last round's checkpoint, which becomes its reference.
 #
 #     sh examples/iterative_grpo.sh [SEED]                  (default: 1)
-#     ROUNDS=1 STEPS=30 RUNS=runs/fixed__1 sh examples/iterative_grpo.sh 1        with a fixed reference
+#     ROUNDS=1 STEPS=30 RUNS=runs/fixed__1 sh examples/iterative_grpo.sh 1        (with a fixed reference)
 #
 # Shao et al., "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models" (2024), algorithm 1,
 # https://arxiv.org/abs/2402.03300v3

@@ -9,7 +9,7 @@
 # In each round, the newest model writes SAMPLES completions for each of the first PROMPTS training prompts. At most
 # PER_PROMPT pairs of each prompt are kept, each with a right and a wrong completion, and dpo.py trains on them for
 # EPOCHS epochs. The model that sampled is the reference, so each round has a new one, as in Pang et al. Left out: Pang
-# et al.'s likelihood term in the loss, and Guo et al.'s new pairs for every optimizer step and judge model.
+# et al.'s likelihood term in the loss; Guo et al.'s judge model, and their new pairs for every optimizer step.
 #
 # Every setting is an environment variable. On a real model:
 #

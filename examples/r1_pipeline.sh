@@ -6,10 +6,10 @@
 # DeepSeek-AI, "DeepSeek-R1: Incentivizing Reasoning Capability in LLMs via Reinforcement Learning" (2025), section 2.3,
 # https://arxiv.org/abs/2501.12948v1
 #
-#     cold    train the base model with sft.py on COLD (default: 256 rows with a thought of data/addition/sft.jsonl)
+#     cold    train the base model with sft.py on COLD (default: 256 rows of data/addition/sft.jsonl with a thought)
 #     rl_1    train with format_reward.py for STEPS steps
 #     right   sample from that model, and keep at most PER_PROMPT distinct right completions of each prompt
-#     sft     train the base model again, with sft.py on those that have a thought, for EPOCHS epochs
+#     sft     train the base model again with sft.py, on the kept completions that have a thought, for EPOCHS epochs
 #     rl_2    train with format_reward.py on other prompts
 #
 # Left out: data without reasoning, the reward for using a single language, and reward models in the last stage.

@@ -51,7 +51,7 @@ def small(script):
     return {name: value for name, value in given.items() if name in names_of(script)}
 
 
-CONTEXT = "^prompt and completion may have [23][0-9]{2} tokens, but the model's context has 256"
+CONTEXT = "^the maximum lengths add up to [23][0-9]{2} tokens, but the model's context has only 256"
 BAD_CASES = [(script, {"max_completion_length": 250}, CONTEXT) for script in (grpo, dpo, ppo_rlhf)]
 BAD_CASES += [
     (grpo, {"minibatch_size": 3}, "^--minibatch-size 3 does not divide the 4 completions"),

@@ -88,7 +88,7 @@ def test_a_test_split_alone_is_evaluated_but_not_trained_on(tmp_path, tokenizer)
     train, held_out = load(tmp_path, tokenizer, eval_prompts=4, num_steps=0)
     assert train == []
     assert len(held_out) == 4
-    with pytest.raises(SystemExit, match="no training row is left, with --eval-prompts 4: 0 training rows of "):
+    with pytest.raises(SystemExit, match=r"no training row is left .--eval-prompts holds out 4.: 0 training rows of "):
         load(tmp_path, tokenizer, eval_prompts=4)
 
 
@@ -381,10 +381,10 @@ def test_only_the_prompt_begins_with_a_bos_token(tmp_path):
     "row, reason",
     [
         ({"rejected": "4"}, "with two equal completions"),
-        ({"chosen": None}, "without one prompt and two completions"),
-        ({"rejected": " \n"}, "without one prompt and two completions"),
-        ({"prompt": ""}, "without one prompt and two completions"),
-        ({"prompt": None, **CHATS, "rejected": ANSWERS["rejected"]}, "without one prompt and two completions"),
+        ({"chosen": None}, "without a common prompt and two completions"),
+        ({"rejected": " \n"}, "without a common prompt and two completions"),
+        ({"prompt": ""}, "without a common prompt and two completions"),
+        ({"prompt": None, **CHATS, "rejected": ANSWERS["rejected"]}, "without a common prompt and two completions"),
         ({"prompt": "1+2="}, None),  # 6 tokens
         ({"prompt": "1+22="}, "too long"),
         ({"chosen": "1" * 7}, None),  # 8 tokens with the stop token
@@ -401,7 +401,7 @@ def test_why_a_pair_is_left_out(tokenizer, row, reason):
 @pytest.mark.parametrize(
     "row, message",
     [
-        ({"prompt": "2+2=", "chosen": "4"}, "columns rejected is needed, but there are prompt, chosen"),
+        ({"prompt": "2+2=", "chosen": "4"}, "columns rejected is needed, but the row has only prompt, chosen"),
         (PAIR | {"rejected": "9<|end|>"}, "'9<.end.>' already has the chat template's tokens"),
         (PAIR | {"chosen": {"a": 1}}, "the column chosen was read as a dict"),
         (PAIR | {"rejected": [1]}, "AttributeError"),

@@ -453,7 +453,7 @@ TRAINED = {
         "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
         "gptj": {"rotary_dim": 4},
     },
-    "Linear attention, state space or convolution, beside attention": {
+    "Linear attention, state space or convolution, in addition to attention": {
         **dict.fromkeys("qwen3_5_text qwen3_5_moe_text qwen3_next olmo_hybrid".split(), LINEAR),
         **dict.fromkeys("lfm2 lfm2_moe lfm3".split(), CONVOLUTION),
         "falcon_h1": {"lm_head_multiplier": 0.3},

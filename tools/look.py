@@ -1,6 +1,6 @@
 """Write an HTML page with the settings, curves and completions of a run: python tools/look.py runs/my_run
 
-The page is runs/my_run/look.html. To go to a step, use the slider, the arrow keys, or a click on a curve.
+The page is runs/my_run/look.html. To go to a step, use the slider or the arrow keys, or click on a curve.
 """
 
 import argparse

@@ -9,8 +9,8 @@ The tool prints the memory of each part in the rollout and in the update. With -
 whether the run fits. --write only updates the tables of docs/memory.md.
 
 The tool reads no weights. The default of a flag is its value in "task_defaults" of the model's config.json, or else the
-script's own default. A GB is 1e9 bytes. The formulas hold for models like Llama and Qwen2, and assume that every
-completion has --max-completion-length tokens.
+script's own default; --precision auto counts as bfloat16, and as float32 with --cpu-gb. A GB is 1e9 bytes. The formulas
+hold for models like Llama and Qwen2, and assume that all prompts and completions have the maximum length.
 """
 
 import argparse
@@ -317,7 +317,8 @@ def write_page(path):
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="Qwen2.5-0.5B", help=f"{', '.join(SHAPES | SMALL)}, a folder, or a hub name")
+    names = ", ".join(SHAPES | SMALL)
+    parser.add_argument("--model", default="Qwen2.5-0.5B", help=f"{names}, a folder or a hub name (default: the first)")
     parser.add_argument("--script", default="grpo", choices=SCRIPTS, help="name of the script (default: grpo)")
     parser.add_argument(
         "--ranks", type=int, default=1, help="number of GPUs over which torchrun shards the model (default: 1)"
@@ -356,9 +357,12 @@ def main(args):
         other = "shorter completions" if settings.cpu else "more GPUs, or shorter completions"
         remedy = f"this would fit: {as_flags(fit, settings)}" if fit else f"no flags of this script help: use {other}"
         print(f"{answer} in {gb:g} GB" + ("" if answer == "fits" else f"; {remedy}"))
-    whole, state = models["policy"].blocks + models["policy"].root, 4 if settings.lora_rank else 12
+    whole, *others = [model.blocks + model.root for model in models.values()]  # a checkpoint has only the first model
+    state = 12 * (whole + sum(others))
+    if settings.lora_rank:  # the frozen weights, in the precision in which they compute
+        state = sum((2 if settings.precision == "bfloat16" else 4) * m.blocks + 4 * m.root for m in models.values())
     print(f"host memory at the start: {in_gb(4 * whole * args.ranks)} GB, because each rank reads the whole model")
-    print(f"disk: {in_gb((4 + state) * whole)} GB per run, {in_gb((4 + 2 * state) * whole)} GB while it saves")
+    print(f"disk: {in_gb(4 * whole + state)} GB per run, {in_gb(4 * whole + 2 * state)} GB while it saves")
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ own prompts have no answers and so no rewards, and their completions are only sa
 completion that reaches --max-completion-length is marked with [cut off].
 
 --keep right keeps, for each prompt, the distinct completions whose reward is at least --min-reward. --keep pairs makes
-pairs of such a completion (chosen) and a wrong one (rejected), as many as a prompt has of both. Completions that were
-cut off are left out. Use --keep right for rejection sampling, and --keep pairs for preferences by the reward:
+pairs of such a completion (chosen) and a wrong one (rejected), and uses each completion at most once. Completions that
+were cut off are left out. Use --keep right for rejection sampling, and --keep pairs for preference data:
 
     python tools/sample.py --split train --keep right --out right.jsonl
     python sft.py --model models/tiny --dataset right.jsonl

@@ -271,3 +271,13 @@ def test_every_torchrun_command_of_the_pages_fits_its_gpus():
         peak = max(memory.account(config, memory.read_settings(script, config, **given), ranks)[-1][1:])
         fit.append((page, command, peak <= 80e9 * memory.USABLE))
     assert len(fit) >= 2 and [row for row in fit if not row[2]] == []
+
+
+@pytest.mark.parametrize(
+    "flags, disk",
+    [("reward_model", "7.9 GB per run"), ("ppo_rlhf", "13.8 GB per run"), ("grpo --lora-rank 8", "3.2 GB per run")],
+)
+def test_command_line_counts_the_states_of_all_trained_models(flags, disk, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["memory.py", "--script", *flags.split()])
+    memory.main(memory.parse_args())
+    assert f"disk: {disk}" in capsys.readouterr().out

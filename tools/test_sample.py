@@ -237,7 +237,7 @@ BAD = [
     (["--temperature", "nan"], "--temperature nan: must be"),
     (["--num-samples", "0"], "--num-samples 0: must be a finite number of at least 1"),
     (["--keep", "right", "--prompt", "1+1="], "--keep right: your own prompts have no answers"),
-    (["--prompt", "1+1=", "--max-completion-length", "300"], "but the model's context has 256"),
+    (["--prompt", "1+1=", "--max-completion-length", "300"], "but the model's context has only 256"),
     (["--eval-prompts", "0", "--dataset", "sums.jsonl"], "--eval-prompts 0: no rows are held out"),
     (["--prompt", "1+1=", "--dataset", "rows.jsonl"], "--prompt and --dataset: give only one of them"),
     (["--prompt", "1+1=", "--prompt", ""], "prompt 2, '': without a user's turn"),

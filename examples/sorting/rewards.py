@@ -1,4 +1,4 @@
-"""Train grpo.py to sort, with one of four rewards: exact, position, inclusion or repaired.
+"""Train a model to sort with grpo.py and one of four rewards: exact, position, inclusion or repaired.
 
     python examples/sorting/rewards.py inclusion --num-steps 20
 

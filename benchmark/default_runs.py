@@ -1,0 +1,225 @@
+"""The default runs of all scripts: the tables of docs/results.md and of the scripts' pages, and the pages' pictures.
+
+    python benchmark/default_runs.py [SCRIPT ...]    make the runs that the csv lacks, then the tables and pictures
+    python benchmark/default_runs.py --page          write the tables of the pages from the csv
+
+Each script runs with its defaults and seeds 1 to 5 (sft.py: 1 to 3), and evaluates more often than by default. Two runs
+work at a time, with one thread each, in runs/defaults. An interrupted run is resumed; its minutes are then not known.
+
+benchmark/results/default_runs.csv has the metrics of every step; of sft.py, of every step with an evaluation. dpo.py
+does not sample, so grpo.py evaluates its checkpoint, and these numbers are in the row of the last step.
+"""
+
+import csv
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import mean, median
+from threading import Lock
+
+from real_model import execute, read_jsonl, table
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULT, PAGE = ROOT / "benchmark" / "results" / "default_runs.csv", ROOT / "docs" / "results.md"
+FOLDER = Path("runs", "defaults")
+SCRIPTS = ("reinforce", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "grpo_process", "grpo_tools")
+SCRIPTS += ("ppo_rlhf", "dpo", "reward_model", "sft")
+EVAL_EVERY = {"dapo": 2, "ppo_rlhf": 5, "reward_model": 16, "sft": 100}
+FAMILY = ("reinforce", "grpo", "dr_grpo", "dapo", "gspo", "cispo")
+FAMILY_METRICS = "eval/accuracy eval/pass@1 reward/mean rollout/length_mean policy/entropy policy/approx_kl".split()
+EVALUATED = {  # on held-out rows
+    "eval/accuracy": "greedy accuracy",
+    "eval/pass@1": "pass@1",
+    "eval/score": "score, in standard deviations of the initial model's scores",
+    "eval/pair_accuracy": "pairs in the right order",
+    "eval/pair_loss": "loss of pairs, nats",
+    "eval/pair_chosen_log_ratio": "log-probability of the preferred completions relative to the reference, nats",
+    "eval/pair_rejected_log_ratio": "log-probability of the rejected completions relative to the reference, nats",
+    "eval/loss": "loss, nats per token",
+}
+SAMPLED = {  # on the completions of each step
+    "rollout/length_mean": "tokens of a completion",
+    "policy/entropy": "entropy, nats per token",
+    "policy/clip_fraction_low": "share of tokens whose ratio is clipped from below",
+    "policy/clip_fraction_high": "share of tokens whose ratio is clipped from above",
+    "policy/cap_fraction": "share of tokens whose ratio is capped",
+    "policy/ref_kl": "KL to the reference, nats per token",
+    "rollout/ref_kl_sum": "KL to the reference, nats per completion",
+    "rollout/tool_use": "share of completions that call the tool",
+    "rollout/tool_tokens": "tokens of a completion that the tool wrote",
+    "value/explained_variance": "explained variance of the value model",
+}
+
+
+def seeds_of(script):
+    return range(1, 4) if script == "sft" else range(1, 6)
+
+
+def run(script, seed):
+    """Run a script, and return its rows of the csv."""
+    folder = FOLDER / f"{script}__{seed}"
+    resumed = any(folder.glob("state/[0-9]*"))
+    flags = ["--eval-every", str(EVAL_EVERY.get(script, 4)), "--seed", str(seed), "--run-dir", str(folder)]
+    minutes, gib = execute(["python", f"{script}.py", *flags], 1)
+    rows = read_jsonl(folder / "metrics.jsonl")
+    if script == "dpo":
+        flags = ["--num-steps", "0", "--seed", str(seed), "--run-dir", f"{folder}_sampled"]
+        execute(["python", "grpo.py", "--model", str(folder / "checkpoint"), *flags], 1)
+        sampled = read_jsonl(Path(f"{folder}_sampled", "metrics.jsonl"))[0]
+        rows[-1] = sampled | rows[-1]
+    if script == "sft":
+        rows = [row for row in rows if "eval/loss" in row]
+    kept = ["step", "reward/mean", "perf/step_seconds", *EVALUATED]
+    kept += SAMPLED if script != "sft" else []
+    rows = [{name: row[name] for name in kept if name in row} for row in rows]
+    if not resumed:
+        rows[-1] |= {"minutes": minutes, "gib": gib}
+    return [{"script": script, "seed": seed} | row for row in rows]
+
+
+def read_rows():
+    """Return the rows of the csv, with numbers as numbers and without empty cells."""
+    if not RESULT.exists():
+        return []
+    with open(RESULT, newline="") as file:
+        rows = [{name: value for name, value in row.items() if value} for row in csv.DictReader(file)]
+    return [{name: value if name == "script" else float(value) for name, value in row.items()} for row in rows]
+
+
+def write_rows(rows):
+    rows.sort(key=lambda row: (SCRIPTS.index(row["script"]), row["seed"], row["step"]))
+    names = ["script", "seed", "step", "reward/mean", *EVALUATED, *SAMPLED, "perf/step_seconds", "minutes", "gib"]
+    with open(RESULT, "w", newline="") as file:
+        writer = csv.DictWriter(file, names, lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({name: f"{v:.6g}" if isinstance(v, float) else v for name, v in row.items()})
+
+
+def values_of(rows, script, seed, metric):
+    """Return the values of a metric in a run, in the order of the steps."""
+    return [row[metric] for row in rows if (row["script"], row["seed"]) == (script, seed) and metric in row]
+
+
+def has(rows, script, metric):
+    return any(row["script"] == script and metric in row for row in rows)
+
+
+def before_and_after(rows, script, metric):
+    """Return the values of a metric before and after training, one per seed; of samples, medians of five steps."""
+    size = 5 if metric in SAMPLED else 1
+    runs = [values_of(rows, script, seed, metric) for seed in seeds_of(script)]
+    before = [median(values[:size]) for values in runs]
+    if script == "dpo" and metric in ("eval/accuracy", "eval/pass@1"):  # grpo.py starts from the same model
+        before, _ = before_and_after(rows, "grpo", metric)
+    return before, [median(values[-size:]) for values in runs]
+
+
+def spread(values, digits=3):
+    """Return a mean with the lowest and the highest value."""
+    return f"{mean(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def table_of_all(rows):
+    """Return the table of docs/results.md: what each script's evaluations say before and after training."""
+    lines = []
+    for script in SCRIPTS:
+        for metric in EVALUATED:
+            if has(rows, script, metric):
+                before, after = before_and_after(rows, script, metric)
+                lines.append([f"`{script}.py`", f"`{metric}`", f"{mean(before):.3f}", spread(after), len(after)])
+    return table(["script", "metric", "before", "after: mean (lowest to highest)", "seeds"], lines)
+
+
+def table_of_costs(rows):
+    """Return the table of docs/results.md that says how long the runs took, and their memory."""
+    lines = []
+    for script in SCRIPTS:
+        last = [row for row in rows if row["script"] == script and "minutes" in row]
+        minutes, gib = ([row[name] for row in last] for name in ("minutes", "gib"))
+        lines.append([f"`{script}.py`", spread(minutes, 1), f"{max(gib):.2f}"])
+    return table(["script", "minutes: mean (lowest to highest)", "GiB"], lines)
+
+
+def table_of(rows, script):
+    """Return the table of a script's page."""
+    lines = []
+    for metric, title in (EVALUATED | SAMPLED).items():
+        if has(rows, script, metric):
+            before, after = before_and_after(rows, script, metric)
+            digits = 1 if metric in ("rollout/length_mean", "rollout/tool_tokens") else 3
+            digits = 4 if metric.endswith("_fraction_low") or metric.endswith("_fraction_high") else digits
+            lines.append([title, f"{mean(before):.{digits}f}", spread(after, digits)])
+    if has(rows, script, "eval/accuracy") and script != "dpo":
+        lowest = [min(values_of(rows, script, seed, "eval/accuracy")) for seed in seeds_of(script)]
+        good = [row for row in rows if row["script"] == script and row.get("eval/accuracy", 0) >= 0.9]
+        first = [min(row["step"] for row in good if row["seed"] == seed) for seed in seeds_of(script)]
+        lines.append(["lowest greedy accuracy on the way", "", spread(lowest)])
+        lines.append(["first evaluated step with greedy accuracy of at least 0.9", "", spread(first, 0)])
+    if script == "sft":
+        for step in (500, 1000):
+            values = [row["eval/loss"] for row in rows if (row["script"], row["step"]) == ("sft", step)]
+            lines.append([f"loss after {step:,} steps, nats per token", "", spread(values)])
+    number = {3: "three", 5: "five"}[len(seeds_of(script))]
+    return table(["", "before", f"after: mean of {number} seeds (lowest to highest)"], lines)
+
+
+def fill(page, name, text):
+    """Return the page with a table between its two marks."""
+    before, mark, rest = page.partition(f"<!-- {name} -->\n")
+    _, end, after = rest.partition("<!-- end -->")
+    return f"{before}{mark}\n{text}\n\n{end}{after}"
+
+
+def filled_pages(rows):
+    """Return {path: the page with its tables}."""
+    results = fill(PAGE.read_text(), "default runs", table_of_all(rows))
+    pages = {PAGE: fill(results, "cost of default runs", table_of_costs(rows))}
+    for script in SCRIPTS:
+        path = ROOT / "docs" / f"{script}.md"
+        pages[path] = fill(path.read_text(), "default run", table_of(rows, script))
+    return pages
+
+
+def draw(scripts):
+    for script in scripts:
+        runs = [str(FOLDER / f"{script}__{seed}") for seed in seeds_of(script)]
+        subprocess.run([sys.executable, "tools/plot.py", *runs, "--out", f"docs/pictures/{script}.png"], check=True)
+    runs = [str(FOLDER / f"{script}__{seed}") for script in FAMILY for seed in seeds_of(script)]
+    command = ["tools/plot.py", *runs, "--out", "docs/pictures/family.png", "--metrics", *FAMILY_METRICS]
+    subprocess.run([sys.executable, *command], check=True)
+
+
+def make(scripts):
+    """Make the runs that the csv lacks."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    lock = Lock()
+
+    def job(script, seed):
+        rows = run(script, seed)
+        with lock:
+            write_rows([row for row in read_rows() if (row["script"], row["seed"]) != (script, seed)] + rows)
+        print(f"{script}.py, seed {seed}: done", flush=True)
+
+    done = {(row["script"], row["seed"]) for row in read_rows()}
+    jobs = [(script, seed) for seed in range(1, 6) for script in scripts if seed in seeds_of(script)]
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(job, *found) for found in jobs if found not in done]
+        for future in futures:
+            future.result()
+
+
+def main(words):
+    os.chdir(ROOT)
+    scripts = [word for word in words if word != "--page"] or SCRIPTS
+    if "--page" not in words:
+        make(scripts)
+        draw(scripts)
+    for path, text in filled_pages(read_rows()).items():
+        path.write_text(text)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
