@@ -28,6 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import accumulate
 from pathlib import Path
 from statistics import mean
 from threading import Lock
@@ -131,9 +132,9 @@ RUNS = {
     ),
 }
 for other in ("reinforce", "dr_grpo", "dapo", "gspo", "cispo"):
-    rounds = " --max-rounds 2 --num-steps 10" * (other == "dapo")  # as many completions as the others
+    steps = "--max-rounds 2 --num-steps 8" if other == "dapo" else "--num-steps 16"  # of as many completions
     options = {"precision": "float32", "seeds": (1,)}
-    RUNS[f"instructions_{other}"] = Run(f"examples/instructions.py {other}", f"--eval-prompts 0{rounds}", **options)
+    RUNS[f"instructions_{other}"] = Run(f"examples/instructions.py {other}", f"--eval-prompts 0 {steps}", **options)
 
 
 def folder_of(name, seed):
@@ -392,7 +393,7 @@ TITLES |= {"grpo_tools_both": "`grpo_tools.py` on both", "grpo_float32": "`grpo.
 TITLES |= {"grpo_kl": "`grpo.py --kl-coef 0.04`", "grpo_warmup": "`grpo.py --warmup-steps 8`"}
 TITLES |= {"grpo_one_update": "`grpo.py --minibatch-size 128`"}
 TITLES |= {f"grpo_{rate}": f"`grpo.py --learning-rate {rate}`" for rate in ("1e-6", "3e-6", "3e-5")}
-METRICS = {"eval/accuracy": "right", "eval/pass@1": "pass@1", "eval/pass@4": "pass@4", "equations/true": "equations"}
+METRICS = {"eval/accuracy": "accuracy", "eval/pass@1": "pass@1", "eval/pass@4": "pass@4", "equations/true": "equations"}
 
 
 def title_of(name):
@@ -486,6 +487,28 @@ def instructions_by_step(rows):
     return found
 
 
+def trained_on_instructions(rows):
+    """Return {script: a pair per step, completions so far and mean reward} of the runs with seed 1 that sample."""
+    found = {}
+    for name in (name for name in RUNS if name.startswith("instructions")):
+        steps = [row for row in rows if row["run"] == name and row["seed"] == 1 and "reward/mean" in row]
+        completions = accumulate(row["rollout/completions"] for row in steps)
+        if steps:
+            script = f"{name.partition('_')[2] or 'grpo'}.py"
+            found[script] = list(zip(completions, (row["reward/mean"] for row in steps)))
+    return found
+
+
+def others_table(rows):
+    """Training reward of all scripts on instructions, at the beginning and after 1,536 completions."""
+    lines = []
+    for script, found in trained_on_instructions(rows).items():
+        first = [reward for completions, reward in found if completions <= 512]
+        last = [reward for completions, reward in found if 1536 < completions <= 2048]
+        lines.append([f"`{script}`", f"{mean(first):.2f}", f"{mean(last):.2f}"])
+    return table(["mean reward in training, seed 1", "first 512 completions", "last 512 of 2,048"], lines)
+
+
 def rights_of(rows):
     """Return the column "right" of rows of evaluations as an array of numbers (seeds, 200)."""
     return np.array([[int(digit) for digit in row["right"]] for row in rows])
@@ -568,8 +591,8 @@ TABLES = {
     "kinds in a row": short_kinds_table,
     "errors": errors_table,
 }
-TABLES |= {"replies": replies, "words": words_table, "samples": samples_table, "evaluations": evaluations_table}
-TABLES |= {"commands": commands, "completions": completions}
+TABLES |= {"others": others_table, "replies": replies, "words": words_table, "samples": samples_table}
+TABLES |= {"evaluations": evaluations_table, "commands": commands, "completions": completions}
 
 
 def write_page(page, rows):
@@ -624,12 +647,9 @@ def draw_instructions(rows):
         left.axhline(accuracy, color="gray", linestyle="--", label="sft.py on its own right samples, greedy")
     left.set(title="held-out instructions followed", xlabel="step of 128 completions", xticks=steps, ylim=(0, 1))
     left.legend(fontsize="small")
-    for name in (name for name in RUNS if name.startswith("instructions")):
-        found = [row for row in rows if row["run"] == name and row["seed"] == 1 and "reward/mean" in row]
-        if found:
-            completions = [row["rollout/completions"] * row["step"] for row in found]
-            smooth = [mean(row["reward/mean"] for row in found[max(0, i - 1) : i + 2]) for i in range(len(found))]
-            right.plot(completions, smooth, label=f"{name.partition('_')[2] or 'grpo'}.py")
+    for script, found in trained_on_instructions(rows).items():
+        smooth = [mean(reward for _, reward in found[max(0, i - 1) : i + 2]) for i in range(len(found))]
+        right.plot([completions for completions, _ in found], smooth, label=script)
     right.set(title="reward in training, seed 1, mean of three steps", xlabel="completions", ylim=(0, 1))
     right.legend(fontsize="small")
     figure.savefig(PICTURES / "instructions.png", dpi=110, bbox_inches="tight")
