@@ -402,9 +402,11 @@ def read_config(name):
 
 def init_ranks():
     """Join the process group of torchrun, or make a group of one; return rank, world size and device."""
-    device, backend = torch.device("cpu"), "gloo"
+    device = torch.device("cpu")
+    backend = "gloo"
     if torch.cuda.is_available():
-        device, backend = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), "cpu:gloo,cuda:nccl"
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timedelta(hours=2))
@@ -448,7 +450,7 @@ def load_prompts(args, tokenizer):
 
 def load_rows(args, read):
     """Load training and held-out rows; read returns a row's examples, and a reason (text) for each one left out."""
-    needed = {"held-out": args.eval_prompts, "training": args.num_steps}
+    needed = {"held-out": args.eval_prompts > 0, "training": args.num_steps > 0}
     loaded, held_out = [], set()  # held-out rows come first
     for kind, split, rows in load_splits(args.dataset, args.eval_prompts):
         examples, dropped = [], Counter()
@@ -1047,7 +1049,7 @@ def sample_completions(policy, tokenizer, prompts, temperature, args, edit=None)
     for prompt, ids, length in zip(prompts, completion_ids.tolist(), lengths.tolist()):
         truncated.append(ids[length - 1] not in stop_ids)
         text = tokenizer.decode([token for token in ids[:length] if token not in unwritten_ids])
-        # A <think> at the end of the prompt, in its last nine tokens, belongs to the completion.
+        # Some templates end the prompt with <think> (up to nine tokens); it belongs to the completion.
         if tokenizer.decode(prompt["prompt_ids"][-9:]).rstrip().endswith("<think>"):
             text = "<think>" + text
         texts.append(text)

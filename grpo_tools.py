@@ -351,7 +351,8 @@ def main(args):
         prompts = pick_rows(train_prompts, start, args.prompts_per_step, args.seed)[rank::world_size]
         prompts = [prompt for prompt in prompts for _ in range(args.group_size)]  # (B,)
         batch, texts = sample_completions(policy, tokenizer, prompts, args.temperature, args, tool_use)
-        batch["action_mask"] = batch["completion_mask"] * batch["sampler_logprobs"].isfinite()  # not the tool's tokens
+        # The tool's tokens have a sampler_logprobs of -inf; they are no actions.
+        batch["action_mask"] = batch["completion_mask"] * batch["sampler_logprobs"].isfinite()
         batch["rewards"] = torch.tensor(compute_rewards(texts, prompts), dtype=torch.float32, device=device)
         batch["advantages"] = compute_advantages(batch["rewards"], args.group_size)
         # Only live rows are computed. A row of zero advantage adds nothing to the gradient.
@@ -378,7 +379,8 @@ def main(args):
         tool_mask = batch["completion_mask"] - batch["action_mask"]  # (B, T)
         totals["rollout/tool_use"] = (tool_mask > 0).any(1).sum()
         totals["rollout/tool_tokens"] = tool_mask.sum()
-        totals["rollout/calls"] = (batch["action_mask"][:, :-1] * tool_mask[:, 1:]).sum()
+        replies = batch["action_mask"][:, :-1] * tool_mask[:, 1:]  # 1 where a tool's token follows a sampled one
+        totals["rollout/calls"] = replies.sum()
         metrics = step_metrics(totals, sum(divisors), batch, args.group_size)
         if rank == 0 and metrics["rollout/calls"] == 0:
             tqdm.write(f"step {step}: tool_fn replied to no completion, so this update is plain GRPO")
@@ -437,9 +439,11 @@ def read_config(name):
 
 def init_ranks():
     """Join the process group of torchrun, or make a group of one; return rank, world size and device."""
-    device, backend = torch.device("cpu"), "gloo"
+    device = torch.device("cpu")
+    backend = "gloo"
     if torch.cuda.is_available():
-        device, backend = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), "cpu:gloo,cuda:nccl"
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timedelta(hours=2))
@@ -483,7 +487,7 @@ def load_prompts(args, tokenizer):
 
 def load_rows(args, read):
     """Load training and held-out rows; read returns a row's examples, and a reason (text) for each one left out."""
-    needed = {"held-out": args.eval_prompts, "training": args.num_steps}
+    needed = {"held-out": args.eval_prompts > 0, "training": args.num_steps > 0}
     loaded, held_out = [], set()  # held-out rows come first
     for kind, split, rows in load_splits(args.dataset, args.eval_prompts):
         examples, dropped = [], Counter()
@@ -1082,7 +1086,7 @@ def sample_completions(policy, tokenizer, prompts, temperature, args, edit=None)
     for prompt, ids, length in zip(prompts, completion_ids.tolist(), lengths.tolist()):
         truncated.append(ids[length - 1] not in stop_ids)
         text = tokenizer.decode([token for token in ids[:length] if token not in unwritten_ids])
-        # A <think> at the end of the prompt, in its last nine tokens, belongs to the completion.
+        # Some templates end the prompt with <think> (up to nine tokens); it belongs to the completion.
         if tokenizer.decode(prompt["prompt_ids"][-9:]).rstrip().endswith("<think>"):
             text = "<think>" + text
         texts.append(text)
