@@ -53,10 +53,11 @@ SAMPLED = {  # on the completions of each step
     "rollout/tool_tokens": "tokens of a completion that the tool wrote",
     "value/explained_variance": "explained variance of the value model",
 }
-OTHERS = (
-    "reward/mean reward/zero_std loss/policy loss/kl optim/grad_norm optim/value_grad_norm rollout/truncated".split()
-)
-OTHERS += ["rollout/rounds", "rollout/steps", "perf/step_seconds"]  # what the pages name outside of the tables
+DIGITS = {"rollout/length_mean": 1, "rollout/tool_tokens": 1}  # after the point, if not 3
+DIGITS |= {"policy/clip_fraction_low": 4, "policy/clip_fraction_high": 4}
+OTHERS = ["reward/mean", "reward/zero_std", "loss/policy", "loss/kl"]  # what the pages name outside of the tables
+OTHERS += ["optim/grad_norm", "optim/value_grad_norm", "rollout/truncated", "rollout/rounds", "rollout/steps"]
+OTHERS += ["perf/step_seconds"]
 
 
 def seeds_of(script):
@@ -158,8 +159,7 @@ def table_of(rows, script):
     for metric, title in (EVALUATED | SAMPLED).items():
         if has(rows, script, metric):
             before, after = before_and_after(rows, script, metric)
-            digits = 1 if metric in ("rollout/length_mean", "rollout/tool_tokens") else 3
-            digits = 4 if metric.endswith("_fraction_low") or metric.endswith("_fraction_high") else digits
+            digits = DIGITS.get(metric, 3)
             lines.append([title, f"{mean(before):.{digits}f}", spread(after, digits)])
     if has(rows, script, "eval/accuracy") and script != "dpo":
         lowest = [min(values_of(rows, script, seed, "eval/accuracy")) for seed in seeds_of(script)]

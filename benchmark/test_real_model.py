@@ -74,6 +74,13 @@ def test_mawps_is_read_with_its_equation_which_must_give_its_answer(tmp_path):
     ]
 
 
+def test_dapo_learns_least_of_the_instructions():
+    trained = real_model.trained_on_instructions(real_model.read_csv())
+    ends = {script: fmean(reward for done, reward in found if 1536 < done <= 2048) for script, found in trained.items()}
+    assert len(ends) == 6 and min(ends, key=ends.get) == "dapo.py"
+    assert all(found[-1][0] >= 2048 for found in trained.values())
+
+
 @pytest.mark.parametrize("page", ("docs/real_model.md", "examples/README.md", "CHANGELOG.md"))
 def test_prose_has_the_rise_of_the_table(page):
     rows = real_model.read_csv()

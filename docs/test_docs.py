@@ -199,6 +199,18 @@ def test_every_script_improves_its_own_measure_with_every_seed():
         assert all(sign * new > sign * old for old, new in zip(before, after))
 
 
+def test_what_is_said_of_the_default_runs_is_what_was_measured():
+    rows = default_runs.read_rows()
+    accuracy = {
+        script: fmean(default_runs.before_and_after(rows, script, "eval/accuracy")[1])
+        for script in SCRIPTS
+        if default_runs.has(rows, script, "eval/accuracy")
+    }
+    ppo = accuracy.pop("ppo_rlhf")
+    said = f"to {ppo:.2f} with PPO, and to between {min(accuracy.values()):.3f} and {max(accuracy.values()):.3f}"
+    assert len(accuracy) == 9 and said in " ".join(PAGES["docs/results.md"].split())
+
+
 def test_what_is_said_of_learning_is_what_was_measured():
     path = ROOT / "benchmark" / "results" / "grpo_vs_trl_learning.json"
     found = json.loads(path.read_text())["results"]["learning"]
