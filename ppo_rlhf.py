@@ -5,32 +5,45 @@ Ouyang et al., "Training language models to follow instructions with human feedb
 https://arxiv.org/abs/2203.02155v1, equation 2; details of Huang et al., "The N+ Implementation Details of RLHF with
 PPO" (2024) https://arxiv.org/abs/2403.17031v1.
 
-    J(θ) = E Σₜ min(rₜ Aₜ, clip(rₜ, 1 − ε, 1 + ε) Aₜ),   with Aₜ shifted and scaled to mean 0 and variance 1
-    Rₜ = −β log π_old(oₜ)/π_ref(oₜ) + [t is the last token] (score − missing-stop penalty)
-    Aₜ = Σₖ (γλ)ᵏ δₜ₊ₖ,   δₜ = Rₜ + γ V(sₜ₊₁) − V(sₜ),   V = 0 after the last token
+    J(θ) = Eₜ wₜ min(rₜ Âₜ, clip(rₜ, 1 − ε, 1 + ε) Âₜ)
+    L(φ) = Eₜ ½ max((V − Gₜ)², (clip(V, V_old − ε_V, V_old + ε_V) − Gₜ)²),   Gₜ = Aₜ + V_old(sₜ)
+    Aₜ = Σₖ (γλ)ᵏ δₜ₊ₖ,   δₜ = Rₜ + γ V_old(sₜ₊₁) − V_old(sₜ),   V_old = 0 after the last token
+    Rₜ = −β log π_old(oₜ)/π_ref(oₜ), and at the last token of a completion the score is added
 
+    Eₜ        mean over the tokens of all completions of an optimizer step
     oₜ, sₜ    the t-th token of a completion, and the prompt with all tokens before it
-    rₜ        π_θ(oₜ) / π_old(oₜ), π_old being the policy that sampled (--sampler-weight-cap)
-    score     the reward model's, normalised on samples of the initial model
-    V         the value model, which starts as the reward model and learns Aₜ + V_old(sₜ)
-    ε, β, γ, λ   --clip-eps, --kl-coef, --gamma, --gae-lambda
+    rₜ        π_θ(oₜ) / π_old(oₜ), π_old being the policy before the step's first update
+    Âₜ        Aₜ, shifted and scaled to mean 0 and variance 1 over all tokens of the rollout
+    V         the value model, with parameters φ; V_old is V before the step's first update
+    score     the reward model's, normalised on samples of the initial model; if the completion has no stop token,
+              minus --missing-stop-penalty
+    π_ref     the model that training started from
+    wₜ        min(π_old(oₜ) / π_sampler(oₜ), --sampler-weight-cap): the sampler rounds differently
+    ε, ε_V, β, γ, λ   --clip-eps, --value-clip-eps, --kl-coef, --gamma, --gae-lambda
 
---ptx-coef c (PPO-ptx) adds c E log π_θ(x) to J(θ), over the tokens x of other texts (Ouyang et al., eq. 2, call c γ).
+--ptx-coef c (PPO-ptx) adds c Eₜ log π_θ(xₜ) to J(θ), where Eₜ is the mean over the tokens xₜ of other texts.
 
 Compared with grpo.py
 - An advantage per token, from a value model; one completion a prompt; four models in memory.
-- The score is learned. eval/accuracy and reward/mean come from rules that training does not use. If they fall while
-  the score rises, the policy fools the reward model.
+- The score is learned. If eval/accuracy falls while the score rises, the policy fools the reward model.
 - The KL penalty is in the reward (k1, no gradient through it); the loss is a mean over tokens.
 
 Departures from the papers
-- No entropy bonus; by default no pretraining loss; the value loss has its own learning rate.
+- The weight w, which is close to 1, corrects for the rounding of the sampler (Yao et al. 2025, "Your Efficient RL
+  Framework Secretly Brings You Off-Policy RL Training").
+- There is no entropy bonus. The value loss has no coefficient, because V has its own weights and learning rate.
+- Ouyang et al. sum over the tokens of each completion and each text, and take eight texts per completion. Here both
+  are means over tokens, with one text per completion, so their c (γ in eq. 2, 27.8) does not carry over. It is 0 here.
 - Learning rates stay constant after the warm-up; those of Huang et al. fall to 0.
 - The score belongs to the last token; the code of Huang et al. puts it one position later.
 - The score of a completion without a stop token is reduced by a penalty; Huang et al. set it to -1.
+- With bfloat16, float32 weights get noise below bfloat16's precision, which the blocks round away. With it, small steps
+  take effect on average (see add_rounding_noise).
 
     python ppo_rlhf.py
     python ppo_rlhf.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset Anthropic/hh-rlhf --reward-model runs/.../checkpoint
+
+The defaults below are for real models. models/tiny/config.json replaces some of them for the first command.
 """
 
 import contextlib
@@ -43,8 +56,8 @@ import signal
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
-from datetime import datetime, timedelta
+from dataclasses import dataclass
+from datetime import timedelta
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial
@@ -63,6 +76,7 @@ from datasets import load_dataset
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import (
@@ -73,22 +87,44 @@ from transformers import (
     PreTrainedConfig,
 )
 
-HERE = Path(__file__).resolve().parent
+HERE = Path(__file__).parent
+RANK = int(os.environ.get("RANK", 0))  # torchrun sets these two
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 
 @dataclass
 class Args:
     """Train a language model with PPO against a reward model."""
 
-    # model and data; the defaults suit real models, and "task_defaults" in a model's config.json replaces them
+    # the algorithm
+    clip_eps: float = 0.2
+    """epsilon (0.2 in Schulman et al. and in Huang et al.)"""
+    value_clip_eps: float = 0.2
+    """how far a value may move towards its return before its gradient stops (0.2 in Huang et al.)"""
+    kl_coef: float = 0.05
+    """beta, the weight of the KL penalty (0.05 in Huang et al.); with 0 no reference model is loaded"""
+    gamma: float = 1.0
+    """discount factor (1: no discounting)"""
+    gae_lambda: float = 0.95
+    """lambda of generalized advantage estimation (0.95 in Huang et al.)"""
+    missing_stop_penalty: float = 1.0
+    """subtracted from the score of a completion that was cut off before a stop token"""
+    ptx_coef: float = 0.0
+    """weight of the mean loss per token of --ptx-dataset (PPO-ptx; with 0 no texts are read)"""
+    sampler_weight_cap: float = 2.0
+    """cap on the weight w of each token, which corrects for rounding differences of sampling and training"""
+
+    # model and data
     model: str = str(HERE / "models/tiny")
-    """folder or Hugging Face name of a causal language model; models in models/ replace some defaults below"""
+    """folder or Hugging Face name of a causal language model; "task_defaults" in its config.json replaces defaults"""
     dataset: str = str(HERE / "data/addition")
-    """file, folder or Hugging Face name; columns: prompt (question, problem), or chosen and rejected; answer if any"""
+    """file, folder or Hugging Face NAME[:CONFIG[:SPLIT]] with the column prompt (or question, problem), or with chosen;
+    answer (or solution, ground_truth) is for accuracy; the columns system and tools are read, too"""
     reward_model: str = str(HERE / "models/tiny-reward")
-    """folder or Hugging Face name of a reward model with the same tokenizer ("none": train on reward_fn instead)"""
+    """folder or Hugging Face name of a reward model with the same tokenizer ("none": train on reward_fn instead, which
+    needs answers unless you edit it)"""
     ptx_dataset: str = ""
-    """texts for --ptx-coef; columns: text, or prompt and completion"""
+    """texts for --ptx-coef, with the column text, or prompt and completion, or messages"""
     system_prompt: str = ""
     """system message placed before every prompt that has none; give the one with which the reward model was trained"""
     max_prompt_length: int = 512
@@ -105,8 +141,6 @@ class Args:
     """temperature of sampling and of all log-probabilities"""
     rollout_batch_size: int = 0
     """maximum completions sampled at once on each rank (0: all); set it if sampling runs out of memory"""
-    sampler_weight_cap: float = 2.0
-    """cap on each token's importance weight, which corrects for rounding differences of sampling and training"""
 
     # optimization
     learning_rate: float = 3e-6
@@ -126,7 +160,7 @@ class Args:
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: saves memory, but the update takes about a third longer"""
     precision: Literal["auto", "bfloat16", "float32"] = "auto"
-    """precision of the transformer blocks (auto: bfloat16 where the hardware supports it, otherwise float32)"""
+    """precision of the transformer blocks (auto: bfloat16 where the hardware multiplies it, otherwise float32)"""
     lora_rank: int = 0
     """train LoRA adapters of this rank; set --learning-rate 3 to 10 times higher (0: train the whole model)"""
 
@@ -146,32 +180,21 @@ class Args:
     track: bool = False
     """log to Weights & Biases as well (WANDB_MODE=offline works)"""
 
-    # the algorithm
-    clip_eps: float = 0.2
-    """epsilon (0.2 in Schulman et al. and in Huang et al.)"""
-    value_clip_eps: float = 0.2
-    """how far a value may move from the old one before its gradient stops (0.2 in Huang et al.)"""
-    kl_coef: float = 0.05
-    """beta, the weight of the KL penalty (0.05 in Huang et al.); with 0 no reference model is loaded"""
-    gamma: float = 1.0
-    """discount factor (1: no discounting)"""
-    gae_lambda: float = 0.95
-    """lambda of generalized advantage estimation (0.95 in Huang et al.)"""
-    missing_stop_penalty: float = 1.0
-    """subtracted from the score of a completion that was cut off before a stop token"""
-    ptx_coef: float = 0.0
-    """weight of the mean loss per token of --ptx-dataset (PPO-ptx; with 0 no texts are read)"""
+
+# The next three functions are the rule reward, which is logged beside the reward model's score wherever a row has an
+# answer. With --reward-model none, training uses it in place of the score. Edit any of them.
 
 
 def is_right(completion, answer):
-    """Return whether the completion's final answer equals the answer, which may be a GSM8K solution ending in ####."""
-    given = extract_answer(completion)
-    gold = parse_gold(answer)
-    return given is not None and gold is not None and parse_answer(given) == gold
+    """Return whether the final answer of a completion equals a row's answer; evaluations count this as accuracy."""
+    if answer is None:
+        raise ValueError("a row has no answer (column answer, solution, ground_truth): it needs a reward of your own")
+    given = parse_answer(extract_answer(completion) or "")
+    return given != "" and given == parse_gold(answer)
 
 
 def reward_fn(completion, answer):
-    """Return the reward of a completion. Edit this function, or assign another to the module."""
+    """Return the reward of one completion. Both arguments are texts."""
     return float(is_right(completion, answer))
 
 
@@ -180,23 +203,21 @@ def score_completions(completions, rows):
 
     Edit this function for rewards that need the prompt or many completions at once, such as a judge or a test runner.
     """
-    rewards = []
-    for completion, row in zip(completions, rows):
-        try:
-            rewards.append(reward_fn(completion, row["answer"]))
-        except Exception as error:
-            error.add_note(f"in the reward of the completion {completion!r} of the row {row}")
-            raise
-    return rewards
+    return [reward_fn(completion, row["answer"]) for completion, row in zip(completions, rows)]
 
 
-def score_batch(reward_model, batch, policy, args):
-    """Return normalised scores (B,), or rewards without a reward model; minus --missing-stop-penalty if cut off."""
-    scores = batch["rewards"]
-    if reward_model is not None:
-        scores = look_up_scores(reward_model, batch, args)
-        scores = (scores - policy.score_mean) / policy.score_std
-    return scores - args.missing_stop_penalty * batch["truncated"].to(scores.dtype)
+def score_rollout(policy, reward_model, batch, texts, prompts, args):
+    """Return the scores that training uses and, with answers or without a reward model, rule_rewards; (B,) each."""
+    found = {}
+    if reward_model is None or prompts[0]["answer"] is not None:
+        rewards = check_rewards(score_completions(texts, prompts), texts)
+        found["rule_rewards"] = torch.tensor(rewards, dtype=torch.float32, device=policy.model.device)
+    if reward_model is None:
+        scores = found["rule_rewards"]
+    else:
+        scores = policy.normalise(compute_scores(reward_model, batch, args))
+    found["scores"] = scores - args.missing_stop_penalty * batch["truncated"]
+    return found
 
 
 def token_rewards(scores, old_logprobs, ref_logprobs, completion_mask, kl_coef):
@@ -205,9 +226,9 @@ def token_rewards(scores, old_logprobs, ref_logprobs, completion_mask, kl_coef):
     scores (B,), all else (B, T); ref_logprobs may be None if kl_coef is 0 -> (B, T), 0 where masked.
     """
     mask = completion_mask.bool()
-    positions = torch.arange(mask.shape[1], device=mask.device)
-    is_last = mask & (positions == (mask * positions).amax(1, keepdim=True))  # (B, T)
-    rewards = torch.where(is_last, scores.unsqueeze(1), 0.0)
+    places = torch.arange(mask.shape[1], device=mask.device)  # (T,)
+    last = (places * mask).amax(1, keepdim=True)  # (B, 1), the place of the last token
+    rewards = torch.where(mask & (places == last), scores.unsqueeze(1), 0.0)  # (B, T)
     if ref_logprobs is not None:
         rewards = rewards - kl_coef * torch.where(mask, old_logprobs - ref_logprobs, 0.0)
     return rewards
@@ -221,298 +242,259 @@ def compute_advantages(rewards, values, completion_mask, gamma, gae_lambda):
     mask = completion_mask.bool()
     rewards = torch.where(mask, rewards, 0.0)
     values = torch.where(mask, values, 0.0)
+    advantages = torch.zeros_like(values)
     next_value = torch.zeros_like(values[:, 0])  # (B,)
     next_advantage = torch.zeros_like(next_value)
-    advantages = []
     for t in reversed(range(values.shape[1])):
         delta = rewards[:, t] + gamma * next_value - values[:, t]  # (B,)
         next_advantage = delta + gamma * gae_lambda * next_advantage
         next_value = values[:, t]
-        advantages.append(next_advantage)
-    advantages = torch.where(mask, torch.stack(advantages[::-1], 1), 0.0)
+        advantages[:, t] = next_advantage
     return advantages, advantages + values
 
 
 def whiten(x, mask):
-    """Shift and scale x (B, T) to mean 0 and variance 1 (ddof 1) over the mask on all ranks; 0 elsewhere."""
+    """Shift and scale x (B, T) to mean 0 and variance 1 over the mask on all ranks; 0 elsewhere."""
     mask = mask.bool()
-    x = torch.where(mask, x, 0.0)
-    total, count = all_reduce([x.double().sum().item(), mask.sum().item()])
-    centred = torch.where(mask, x - total / max(1, count), 0.0)
-    variance = all_reduce(centred.double().square().sum().item()) / max(1, count - 1)
-    return centred / math.sqrt(variance + 1e-8)
+    mean, variance = mean_and_variance(x[mask])
+    return torch.where(mask, (x - mean) / math.sqrt(variance + 1e-8), 0.0)
 
 
-def explained_variance(returns, values, mask):
-    """Return 1 - Var(returns - values) / Var(returns) over the mask on all ranks; a constant has 0."""
-    mask = mask.bool()
-    _, unexplained = mean_and_variance((returns - values)[mask])
-    _, variance = mean_and_variance(returns[mask])
-    return 1 - unexplained / max(variance, 1e-12)
-
-
-def mean_and_variance(x):
-    """Return mean and variance (ddof 1) of the numbers of all ranks."""
-    total, count = all_reduce([x.double().sum().item(), x.numel()])
-    mean = total / count
-    return mean, all_reduce((x.double() - mean).square().sum()) / max(1, count - 1)
+def k3(log_ratio):
+    """Estimate KL(p || q) from log(q / p) at samples of p (Schulman's k3): never negative, and right in the mean."""
+    return log_ratio.expm1() - log_ratio  # expm1(x) is exp(x) - 1 without rounding errors near 0
 
 
 def policy_loss(
     logprobs,
     old_logprobs,
+    sampler_logprobs,
     advantages,
     completion_mask,
     clip_eps,
-    sampler_logprobs=None,
-    sampler_weight_cap=2.0,
+    sampler_weight_cap,
 ):
     """The negative of eq. 7 of Schulman et al., summed over tokens; the caller divides by their number.
 
-    All (B, T). Returned metrics are sums over tokens.
+    All (B, T). Metrics are pairs (sum, count), over tokens.
     """
     mask = completion_mask.bool()
-    metrics = {}
-
-    # Mask before exp: an inf or nan in the padding would reach the gradient.
+    # What stands at masked places must not matter, not even inf or nan: set it to 0 before exp.
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
     ratio = log_ratio.exp()  # (B, T)
     clipped_ratio = ratio.clamp(1 - clip_eps, 1 + clip_eps)
-    metrics["policy/approx_kl"] = (ratio - log_ratio - 1).sum().detach()
-    metrics["policy/clip_fraction_low"] = (mask & (ratio < 1 - clip_eps) & (advantages < 0)).sum()
-    metrics["policy/clip_fraction_high"] = (mask & (ratio > 1 + clip_eps) & (advantages > 0)).sum()
+    token_loss = -torch.min(ratio * advantages, clipped_ratio * advantages)  # (B, T)
+    sampler_log_ratio = torch.where(mask, old_logprobs - sampler_logprobs, 0.0)
+    weight = sampler_log_ratio.exp().clamp(max=sampler_weight_cap)  # (B, T)
+    loss = torch.where(mask, weight * token_loss, 0.0).sum()
 
-    # The sampler rounds differently from π_old, so tokens are weighted by π_old / π_sampler, capped (Yao et al. 2025).
-    weight = 1.0
-    if sampler_logprobs is not None:
-        log_weight = torch.where(mask, old_logprobs - sampler_logprobs, 0.0)
-        weight = log_weight.exp().clamp(max=sampler_weight_cap)  # (B, T)
-        metrics["policy/sampler_kl"] = (log_weight.expm1() - log_weight).sum()  # k3, more exact near 0
-
-    token_loss = -weight * torch.min(ratio * advantages, clipped_ratio * advantages)  # (B, T)
-    loss = torch.where(mask, token_loss, 0.0).sum()
-    metrics["loss/policy"] = loss.detach()
+    num_tokens = mask.sum()
+    # Masked places have a ratio of 1, so they count nothing.
+    metrics = {
+        "policy/approx_kl": (k3(log_ratio.detach()).sum(), num_tokens),
+        "policy/clip_fraction_low": (((ratio < 1 - clip_eps) & (advantages < 0)).sum(), num_tokens),
+        "policy/clip_fraction_high": (((ratio > 1 + clip_eps) & (advantages > 0)).sum(), num_tokens),
+        "policy/sampler_kl": (k3(sampler_log_ratio).sum(), num_tokens),
+    }
     return loss, metrics
 
 
 def value_loss(values, old_values, returns, completion_mask, value_clip_eps):
     """Half the squared error, or that of the value clipped around the old one if it is larger, summed over tokens.
 
-    All (B, T); the caller divides by the number of tokens. Returned metrics are sums over tokens.
+    All (B, T); the caller divides by the number of tokens. Metrics are pairs (sum, count), over tokens.
     """
     mask = completion_mask.bool()
-    error = torch.where(mask, values - returns, 0.0)
     clipped_values = values.clamp(old_values - value_clip_eps, old_values + value_clip_eps)
-    clipped_error = torch.where(mask, clipped_values - returns, 0.0)
-    loss = 0.5 * torch.maximum(error.square(), clipped_error.square()).sum()
-    metrics = {
-        "loss/value": loss.detach(),
-        "value/clip_fraction": (mask & (clipped_error.square() > error.square())).sum(),
-    }
-    return loss, metrics
+    error = torch.where(mask, values - returns, 0.0).square()  # (B, T)
+    clipped_error = torch.where(mask, clipped_values - returns, 0.0).square()
+    loss = 0.5 * torch.maximum(error, clipped_error).sum()
+    return loss, {"value/clip_fraction": ((clipped_error > error).sum(), mask.sum())}
 
 
-def accumulate_ptx(policy, batch, args):
-    """Accumulate ptx_coef times the gradient of the mean loss per token of all ranks' texts; return that loss."""
-    rows = torch.arange(len(batch["lengths"]), device=batch["lengths"].device)
-    num_tokens = all_reduce(batch["completion_mask"].sum())
-    total = 0.0
-    for part in microbatches(batch, rows, args.microbatch_tokens):
-        logprobs, _ = policy.actor(part, 1.0)
-        loss = -logprobs.sum()
-        (loss * (args.ptx_coef / num_tokens)).backward()
-        total += loss.detach()
-    return all_reduce(total) / num_tokens
+def collect(policy, ref, reward_model, tokenizer, prompts, args):
+    """Sample a completion per prompt; return the batch, with all that the update needs, its minibatches, and texts."""
+    batch, texts = sample_completions(policy.actor, tokenizer, prompts, args.temperature, args)
+    mask = batch["completion_mask"]
+    batch |= score_rollout(policy, reward_model, batch, texts, prompts, args)
+
+    # shuffled minibatches; log-probabilities and values before the update, in the microbatches of its first epoch
+    epochs = [torch.randperm(len(texts), device=mask.device) for _ in range(args.update_epochs)]
+    minibatches = torch.cat(epochs).split(args.minibatch_size // WORLD_SIZE)
+    first_epoch = minibatches[: len(minibatches) // args.update_epochs]
+    batch["old_logprobs"] = compute_logprobs(policy.actor, batch, first_epoch, args)
+    batch["old_values"] = compute_values(policy, batch, first_epoch, args)
+    if ref is not None:
+        batch["ref_logprobs"] = compute_logprobs(ref, batch, first_epoch, args)
+
+    # The returns come from advantages that are not whitened: only these have the values' unit.
+    rewards = token_rewards(batch["scores"], batch["old_logprobs"], batch.get("ref_logprobs"), mask, args.kl_coef)
+    advantages, batch["returns"] = compute_advantages(rewards, batch["old_values"], mask, args.gamma, args.gae_lambda)
+    batch["advantages"] = whiten(advantages, mask)
+    return batch, minibatches, texts
 
 
-def accumulate_gradients(policy, batch, rows, divisor, on_policy, args):
-    """Accumulate the gradients of both losses / divisor over these rows; return the sums of their metrics."""
-    totals = Counter()
-    for part in microbatches(batch, rows, args.microbatch_tokens):
-        logprobs, entropies, values = policy(part, args.temperature)
-        if on_policy:
-            part["old_logprobs"] = logprobs.detach()
-        loss, metrics = policy_loss(
+def accumulate_gradients(policy, batch, indices, divisor, args):
+    """Accumulate the gradients of both losses / divisor over these completions; return dictionaries of metrics."""
+    collected = []
+    for part in microbatches(batch, indices, args.microbatch_tokens):
+        mask = part["completion_mask"]
+        num_tokens = mask.sum()
+        logprobs, entropies = policy.actor(part, args.temperature)
+        actor_loss, metrics = policy_loss(
             logprobs,
             part["old_logprobs"],
-            part["advantages"],
-            part["completion_mask"],
-            args.clip_eps,
             part["sampler_logprobs"],
+            part["advantages"],
+            mask,
+            args.clip_eps,
             args.sampler_weight_cap,
         )
-        error, value_metrics = value_loss(
-            values, part["old_values"], part["returns"], part["completion_mask"], args.value_clip_eps
+        critic_loss, value_metrics = value_loss(
+            policy.values(part),
+            part["old_values"],
+            part["returns"],
+            mask,
+            args.value_clip_eps,
         )
-        ((loss + error) / divisor).backward()  # no coefficient, because the two models share no parameters
-        totals.update(metrics)
-        totals.update(value_metrics)
-        totals["policy/entropy"] += entropies.sum().detach()
-        totals["num_tokens"] += part["completion_mask"].sum()
+        ((actor_loss + critic_loss) / divisor).backward()  # no coefficient: the two models share no parameters
+        metrics["loss/policy"] = (actor_loss.detach(), num_tokens)
+        metrics["loss/value"] = (critic_loss.detach(), num_tokens)
+        metrics["policy/entropy"] = (entropies.sum(), num_tokens)
         if "ref_logprobs" in part:  # only to be watched: the penalty is in the rewards
-            ref_log_ratio = torch.where(part["completion_mask"].bool(), part["ref_logprobs"] - logprobs, 0.0)
-            totals["policy/ref_kl"] += (ref_log_ratio.exp() - ref_log_ratio - 1).sum().detach()
-    return totals
+            ref_log_ratio = torch.where(mask.bool(), part["ref_logprobs"] - logprobs.detach(), 0.0)
+            metrics["policy/ref_kl"] = (k3(ref_log_ratio).sum(), num_tokens)
+        collected.append(metrics | value_metrics)
+    return collected
+
+
+def accumulate_ptx(policy, texts, args):
+    """Accumulate ptx_coef times the gradient of the mean loss per token of all ranks' texts; return a metric."""
+    batch = {}
+    for name in ("prompt", "completion"):
+        ids, mask = pad([text[f"{name}_ids"] for text in texts], policy.model.device)
+        batch |= {f"{name}_ids": ids, f"{name}_mask": mask}
+    divisor = all_reduce(batch["completion_mask"].sum().item()) / WORLD_SIZE  # FSDP averages over ranks
+    indices = torch.arange(len(texts), device=policy.model.device)
+    total_loss = 0.0
+    for part in microbatches(batch, indices, args.microbatch_tokens):
+        logprobs, _ = policy.actor(part, 1.0)  # texts are not samples, so --temperature does not apply
+        loss = -logprobs.sum()  # they are 0 where masked
+        (args.ptx_coef * loss / divisor).backward()
+        total_loss += loss.detach()
+    return {"loss/ptx": (total_loss, divisor)}
+
+
+def update(policy, optimizers, batch, minibatches, ptx_texts, step, args):
+    """Make an optimizer step of policy and value model per minibatch; return dictionaries of metrics."""
+    collected = []
+    for number, indices in enumerate(minibatches):
+        steps_done = (step - 1) * len(minibatches) + number
+        num_tokens = batch["completion_mask"][indices].sum().item()
+        divisor = all_reduce(num_tokens) / WORLD_SIZE  # a mean over tokens; FSDP averages over ranks
+        collected += accumulate_gradients(policy, batch, indices, divisor, args)
+        if ptx_texts:  # as many texts as completions
+            first = steps_done * args.minibatch_size
+            texts = pick_rows(ptx_texts, first, args.minibatch_size, args.seed)
+            collected.append(accumulate_ptx(policy, texts[RANK::WORLD_SIZE], args))
+        warmup = min(1.0, (steps_done + 1) / max(1, args.warmup_steps))
+        learning_rate = args.learning_rate * warmup
+        value_learning_rate = args.value_learning_rate * warmup
+        grad_norm = step_optimizer(policy.actor, optimizers[0], learning_rate, args.max_grad_norm)
+        value_grad_norm = step_optimizer(policy.critic, optimizers[1], value_learning_rate, args.max_grad_norm)
+        collected.append({"optim/grad_norm": (grad_norm, 1), "optim/value_grad_norm": (value_grad_norm, 1)})
+    return collected
 
 
 def main(args):
-    rank, world_size, device = init_ranks()
-    check_args(args, world_size)
-    if args.gamma > 1 or args.gae_lambda > 1:
-        raise SystemExit("--gamma and --gae-lambda must be at most 1")
-    if args.ptx_coef and not args.ptx_dataset:
-        raise SystemExit("--ptx-coef needs texts: give --ptx-dataset")
+    device = init_ranks()
+    check_args(args)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    has_reward_model = args.reward_model != "none"
-    scorer = args.reward_model if has_reward_model else args.model
-    scorer_tokenizer = AutoTokenizer.from_pretrained(scorer)
-    if not tokenizer.get_vocab().items() <= scorer_tokenizer.get_vocab().items():
-        raise SystemExit(f"--reward-model {scorer}: its tokenizer differs from that of {args.model}")
     train_prompts, eval_prompts = load_prompts(args, tokenizer)
-    ptx_rows = load_texts(args, tokenizer) if args.ptx_coef else []
-    model = load_model(args.model, tokenizer, args.lora_rank)
-    check_model(model, [*train_prompts, *eval_prompts][0]["prompt_ids"], args)
-    # The value model starts as the reward model or, without one, as the policy with a new head.
-    torch.manual_seed(args.seed)
-    value_model = load_reward_model(scorer, scorer_tokenizer, args.lora_rank, new_head=not has_reward_model)
-    policy = ActorCritic(model, value_model)
-    shard(policy.actor, args, device)
-    shard(policy.critic, args, device)
-    policy.to(device)
-    ref = None
-    if args.kl_coef and args.lora_rank:
-        ref = partial(policy.actor, adapters=False)
-    elif args.kl_coef:
-        initial = load_model(args.model, tokenizer).requires_grad_(False)
-        ref = shard(LogprobModel(initial), args, device)
-    reward_model = None
-    if has_reward_model:
-        frozen = load_reward_model(scorer, scorer_tokenizer, new_head=False).requires_grad_(False)
-        reward_model = shard(ScoreModel(frozen), args, device)
-    trained = (policy.actor, policy.critic)
-    settings = {"betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.0, "fused": True}
-    optimizers = [torch.optim.AdamW(part.parameters(), **settings) for part in trained]
-    last_step = open_run(args, policy, optimizers)
-    if reward_model is not None and last_step == 0:
+    ptx_texts = load_texts(args, tokenizer)
+    # The value model starts as the reward model or, with --reward-model none, as the policy with a new head.
+    policy, ref, reward_model = load_models(args, tokenizer, device)
+    show_first_prompt((train_prompts or eval_prompts)[0], policy.model, tokenizer)
+    optimizers = [
+        torch.optim.AdamW(part.parameters(), betas=(0.9, 0.95), eps=1e-5, weight_decay=0.0, fused=True)
+        for part in (policy.actor, policy.critic)
+    ]
+    last_step = open_run(args, policy, optimizers)  # with --resume, this loads their states
+    if last_step == 0 and reward_model is not None:
         measure_scores(policy, reward_model, tokenizer, train_prompts or eval_prompts, args)
-    stops, handlers = catch_signals()
-    minibatches_per_epoch = args.prompts_per_step // args.minibatch_size
+    stops = catch_signals()
     if last_step == 0 and eval_prompts:
         log_step(args, 0, evaluate(policy, reward_model, tokenizer, eval_prompts, args, 0))
 
-    progress = tqdm(range(last_step + 1, args.num_steps + 1), disable=rank > 0)
+    progress = tqdm(range(last_step + 1, args.num_steps + 1), disable=RANK > 0)
     for step in progress:
-        torch.manual_seed(((args.seed * 1_000_003 + step) * 1_000_003 + rank) % 2**63)
+        # Random numbers depend on the step, so that a resumed run continues as if it had not been interrupted.
+        torch.manual_seed(mix_seed(args.seed, step, RANK))
         step_start = time.perf_counter()
-
-        # rollout: sample a completion of each prompt
-        start = (step - 1) * args.prompts_per_step
-        prompts = pick_rows(train_prompts, start, args.prompts_per_step, args.seed)[rank::world_size]
-        batch, texts = sample_completions(policy.actor, tokenizer, prompts, args.temperature, args)
-        batch["rewards"] = score_rollout(texts, prompts, args, device)
-        mask = batch["completion_mask"]
+        first = (step - 1) * args.prompts_per_step
+        prompts = pick_rows(train_prompts, first, args.prompts_per_step, args.seed)[RANK::WORLD_SIZE]
+        batch, minibatches, texts = collect(policy, ref, reward_model, tokenizer, prompts, args)
         rollout_end = time.perf_counter()
-
-        # scores, values and log-probabilities before the update; then rewards and advantages
-        minibatches = []
-        for _ in range(args.update_epochs):
-            minibatches += torch.randperm(len(texts), device=device).tensor_split(minibatches_per_epoch)
-        first_epoch = minibatches[:minibatches_per_epoch]  # every completion once
-        batch["scores"] = score_batch(reward_model, batch, policy, args)
-        batch["old_logprobs"], batch["old_values"] = lookup_logprobs(policy, batch, first_epoch, args)
-        if ref is not None:
-            batch["ref_logprobs"], _ = lookup_logprobs(ref, batch, first_epoch, args)
-        ref_logprobs = batch.get("ref_logprobs")
-        per_token = token_rewards(batch["scores"], batch["old_logprobs"], ref_logprobs, mask, args.kl_coef)
-        advantages, returns = compute_advantages(per_token, batch["old_values"], mask, args.gamma, args.gae_lambda)
-        batch["advantages"] = whiten(advantages, mask)
-        batch["returns"] = returns
-
-        # update: one optimizer step per minibatch
-        totals, divisors, grad_norms, value_grad_norms, ptx_losses = Counter(), [], [], [], []
-        for update, rows in enumerate(minibatches):
-            divisors.append(all_reduce(mask[rows].sum()))  # a mean over tokens
-            totals.update(accumulate_gradients(policy, batch, rows, divisors[-1], update == 0, args))
-            optimizer_step = (step - 1) * len(minibatches) + update + 1
-            if ptx_rows:  # as many texts as completions
-                first = (optimizer_step - 1) * args.minibatch_size
-                picked = pick_rows(ptx_rows, first, args.minibatch_size, args.seed)[rank::world_size]
-                ptx_losses.append(accumulate_ptx(policy, collate(picked, device), args))
-            warmup = min(1.0, optimizer_step / max(1, args.warmup_steps))
-            learning_rate = args.learning_rate * warmup
-            value_learning_rate = args.value_learning_rate * warmup
-            grad_norms.append(step_optimizer(policy.actor, optimizers[0], learning_rate, args.max_grad_norm))
-            value_grad_norms.append(
-                step_optimizer(policy.critic, optimizers[1], value_learning_rate, args.max_grad_norm)
-            )
+        collected = update(policy, optimizers, batch, minibatches, ptx_texts, step, args)
 
         # metrics, evaluation, logs, saving
-        metrics = step_metrics(totals, sum(divisors), batch)
-        if ptx_rows:
-            metrics["loss/ptx"] = sum(ptx_losses) / len(ptx_losses)
-        metrics["value/explained_variance"] = explained_variance(returns, batch["old_values"], mask)
-        metrics["optim/grad_norm"] = sum(grad_norms) / len(grad_norms)
-        metrics["optim/learning_rate"] = learning_rate
-        metrics["optim/value_grad_norm"] = sum(value_grad_norms) / len(value_grad_norms)
-        metrics["optim/value_learning_rate"] = value_learning_rate
+        metrics = mean_metrics([rollout_metrics(batch), *collected])
+        check_sampler(metrics)
+        metrics["optim/learning_rate"] = optimizers[0].param_groups[0]["lr"]
+        metrics["optim/value_learning_rate"] = optimizers[1].param_groups[0]["lr"]
         metrics["perf/rollout_seconds"] = rollout_end - step_start
         metrics["perf/step_seconds"] = time.perf_counter() - step_start
         stopping = all_reduce(len(stops)) > 0
         if eval_prompts and not stopping and (step % args.eval_every == 0 or step == args.num_steps):
             metrics |= evaluate(policy, reward_model, tokenizer, eval_prompts, args, step)
         log_step(args, step, metrics)
-        scores = batch["scores"][:1].tolist()
-        append_line(
-            args,
-            "samples.jsonl",
-            {"step": step, "prompt": prompts[0]["prompt"], "completions": texts[:1], "scores": scores},
-        )
+        log_sample(args, step, prompts[0], texts[0], batch["scores"][0].item())
         progress.set_postfix(score=metrics["score/mean"])
         if stopping or step % args.save_every == 0 or step == args.num_steps:
             save(args.run_dir, policy, optimizers, tokenizer, step)
         if stopping:
             break
 
-    end_run(args, stops, handlers)
+    end_run(args, stops)
 
 
-# ---- below: what the scripts share, in the order of use, as identical copies (tests/sync_copies.py lists exceptions)
+# ---- below: what the scripts of this repository share, as identical copies, in the order of use
 
+PROMPT_COLUMNS = ("prompt", "question", "problem")
+ANSWER_COLUMNS = ("answer", "solution", "ground_truth")
+COMPLETION_COLUMNS = ("completion", "response", "solution", "answer")
 EVAL_SAMPLES = 4  # completions per held-out prompt, for pass@1 and pass@4
 NORM_SAMPLES = 512  # completions of the initial model on which scores are normalised
-CHAT = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": "Answer"}]
 LORA_ALPHA = 32  # an adapter's output is multiplied by alpha / rank
 
 # A progress bar within a step, which appears after five seconds.
-inner_bar = partial(tqdm, leave=False, delay=5, disable=os.environ.get("RANK", "0") != "0")
+inner_bar = partial(tqdm, leave=False, delay=5, disable=RANK > 0)
 
 
 def parse_args():
     """Read the flags; defaults are the settings of the run to resume, or those in the model's config.json."""
-    args = tyro.cli(Args)  # for --model and --resume
+    args = tyro.cli(Args)  # only for --model and --resume, which say where the defaults are
     if args.resume:
         settings = json.loads(Path(args.resume, "args.json").read_text())
+        settings["run_dir"] = ""  # the same folder again, unless --run-dir names another
     else:
-        named = read_config(args.model).get("task_defaults", {})
-        named |= named.get(Path(__file__).stem, {})  # a dict has the settings of the script of that name
-        settings = {name: named[name] for name in vars(args) if not isinstance(named.get(name, {}), dict)}
-        if settings and os.environ.get("RANK", "0") == "0":
-            print(f"defaults from {args.model}/config.json (your flags replace them): {settings}")
-    return tyro.cli(Args, default=Args(**settings))
-
-
-def read_config(name):
-    """Return what a model's config.json holds; exit if such a model cannot be trained here."""
-    if Path(name, "adapter_config.json").exists():
-        raise SystemExit(f"{name} is a LoRA adapter: merge it into its model first, with merge_and_unload() of peft")
-    config, _ = PreTrainedConfig.get_config_dict(name)
-    if "quantization_config" in config:
-        raise SystemExit(f"{name} is quantized: train the checkpoint that it was made from (--lora-rank saves memory)")
-    return config
+        config, _ = PreTrainedConfig.get_config_dict(args.model)
+        if "quantization_config" in config:
+            raise SystemExit(f"{args.model} is quantized: train the model that it was made from")
+        task_defaults = config.get("task_defaults", {})
+        own_defaults = task_defaults.get(Path(__file__).name, {})  # for this script alone
+        settings = task_defaults | own_defaults
+        settings = {name: value for name, value in settings.items() if name in vars(args)}
+        if RANK == 0:
+            print(f"defaults from the model's config.json (your flags replace them): {settings}")
+    args = tyro.cli(Args, default=Args(**settings))
+    if args.resume and args.lora_rank != settings["lora_rank"]:
+        raise SystemExit(f"--resume {args.resume}: --lora-rank must stay {settings['lora_rank']}")
+    return args
 
 
 def init_ranks():
-    """Join the process group of torchrun, or make a group of one; return rank, world size and device."""
+    """Join the process group of torchrun, or make a group of one; return this rank's device."""
     device = torch.device("cpu")
     backend = "gloo"
     if torch.cuda.is_available():
@@ -523,386 +505,465 @@ def init_ranks():
         dist.init_process_group(backend, timeout=timedelta(hours=2))
     elif not dist.is_initialized():
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    return dist.get_rank(), dist.get_world_size(), device
+    return device
 
 
-def check_args(args, world_size):
-    """Exit if batches cannot be divided evenly, and replace the precision "auto"."""
+def check_args(args):
+    """Exit if a setting cannot work, and replace the precision "auto"."""
+    for name in ("temperature", "max_grad_norm", "eval_every", "save_every"):
+        if getattr(args, name) <= 0:
+            raise SystemExit(f"--{name.replace('_', '-')} must be above 0")
+    if args.gamma > 1 or args.gae_lambda > 1:
+        raise SystemExit("--gamma and --gae-lambda must be at most 1")
+    if args.ptx_coef and not args.ptx_dataset:
+        raise SystemExit("--ptx-coef needs texts: give --ptx-dataset")
     if args.prompts_per_step % args.minibatch_size:
-        raise SystemExit(
-            f"--minibatch-size {args.minibatch_size} does not divide the {args.prompts_per_step} completions of a step"
-        )
-    if args.minibatch_size % world_size:
-        raise SystemExit(f"--minibatch-size must be a multiple of the {world_size} ranks")
+        raise SystemExit(f"--minibatch-size {args.minibatch_size} must divide --prompts-per-step")
+    if args.minibatch_size % WORLD_SIZE:
+        raise SystemExit(f"--minibatch-size must be a multiple of the {WORLD_SIZE} ranks")
     if args.precision == "auto":
-        args.precision = find_precision()
+        args.precision = "bfloat16" if multiplies_bfloat16() else "float32"
 
 
-def find_precision():
-    """Choose bfloat16 where the GPU or the CPU multiplies it natively, otherwise float32."""
+def multiplies_bfloat16():
+    """Return whether the GPU, or without one the CPU, multiplies bfloat16 itself."""
     if torch.cuda.is_available():
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        native = torch.cpu.get_capabilities().get("avx512_bf16", False)
-    if native:
-        return "bfloat16"
-    return "float32"
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.cpu.get_capabilities().get("avx512_bf16", False)
 
 
 def load_prompts(args, tokenizer):
-    """Load training and held-out prompts, also those of preference pairs."""
-    train_prompts, eval_prompts = load_rows(args, partial(read_any_prompt, tokenizer=tokenizer, args=args))
-    if dist.get_rank() == 0:
-        first = [*train_prompts, *eval_prompts][0]
-        print(f"the first prompt as the model reads it: {tokenizer.decode(first['prompt_ids'])!r}")
+    """Load training prompts and held-out prompts."""
+    train_rows, held_out_rows = load_splits(args.dataset, args.eval_prompts)
+    eval_prompts = read_prompts("held-out", held_out_rows, [], args, tokenizer)
+    held_out = {tuple(prompt["prompt_ids"]) for prompt in eval_prompts}
+    train_prompts = read_prompts("training", train_rows, held_out, args, tokenizer)
+    if args.num_steps > 0 and not train_prompts:
+        raise SystemExit(f"{args.dataset}: no prompt is left for training")
     return train_prompts, eval_prompts
 
 
-def load_rows(args, read):
-    """Load training and held-out rows; read returns a row's examples, and a reason (text) for each one left out."""
-    needed = {"held-out": args.eval_prompts > 0, "training": args.num_steps > 0}
-    loaded, held_out = [], set()  # held-out rows come first
-    for kind, split, rows in load_splits(args.dataset, args.eval_prompts):
-        examples, dropped = [], Counter()
-        for number, row in enumerate(rows):
-            try:
-                if row.get("tools"):
-                    raise ValueError('tool calls are not supported: the column "tools" must be empty')
-                found = read(row)
-            except Exception as error:
-                raise SystemExit(f"{args.dataset}, {kind} row {number}: {error!r}; the row is {row!r:.300}") from error
-            for example in found:
-                if isinstance(example, str):
-                    dropped[example] += 1
-                elif tuple(example["prompt_ids"]) in held_out:
-                    dropped["with a held-out prompt"] += 1
-                else:
-                    examples.append(example)
-        held_out = {tuple(example["prompt_ids"]) for example in examples}
-        loaded.append(examples)
-        report = f"{len(examples)} {kind} rows of {args.dataset}, split {split}, dropped: {dict(dropped)}"
-        if needed[kind] and not examples:
-            raise SystemExit(f"no {kind} row is left (--eval-prompts holds out {args.eval_prompts}): {report}")
-        if dist.get_rank() == 0:
-            print(report)
-    return loaded[1], loaded[0]
-
-
 def load_splits(name, num_held_out):
-    """Load held-out rows (of the test, validation or else training split) and the training split, these included."""
-    path, config, train = name, "", ""
-    if not Path(name).exists():
-        path, config, train = f"{name}::".split(":")[:3]  # NAME, NAME:CONFIG or NAME:CONFIG:SPLIT
-    file_type = Path(name).suffix[1:].lower().replace("jsonl", "json")
-    file = name.replace("[", "[[]")  # load_dataset would read [ as a pattern
-    if file_type == "csv":
-        splits = load_dataset(file_type, data_files=file, keep_default_na=False)
+    """Load training rows, and rows to hold out, whose prompts are dropped from training when rows are read."""
+    file_type = Path(name).suffix.removeprefix(".").replace("jsonl", "json")
+    path, _, rest = name.partition(":")  # NAME, NAME:CONFIG or NAME:CONFIG:SPLIT
+    config, _, split = rest.partition(":")
+    train = split or "train"
+    if file_type == "csv":  # keep blanks as texts: whole numbers beside missing values would become floats
+        splits = load_dataset("csv", data_files=name, keep_default_na=False)
     elif file_type in ("json", "parquet"):
-        splits = load_dataset(file_type, data_files=file)
+        splits = load_dataset(file_type, data_files=name)
     else:
         splits = load_dataset(path, config or None)
-    train = train or min([split for split in splits if split.startswith("train")], key=len, default="train")
-    tests = [train.replace("train", split) for split in ("test", "validation", "train")]  # test_sft for train_sft
-    test = next(split for split in tests if split in splits)
-    order = torch.randperm(len(splits[test]), generator=torch.Generator().manual_seed(0))
-    held_out = splits[test].select(order[:num_held_out].sort().values)
-    return [("held-out", test, held_out), ("training", train, splits.get(train, []))]
+    # Hold out rows of the first of these splits that is there: for train_sft, of test_sft, validation_sft or itself.
+    candidates = [train.replace("train", kind) for kind in ("test", "validation", "train")]
+    found = [candidate for candidate in candidates if candidate in splits]
+    if not found or (split and split not in splits):
+        raise SystemExit(f"{name} has only the splits {list(splits)}: name one of them, as in NAME:CONFIG:SPLIT")
+    rows = splits[found[0]]
+    num_held_out = min(num_held_out, len(rows))
+    if found[0] == train:
+        num_held_out = min(num_held_out, len(rows) // 5)
+    if RANK == 0:
+        print(f"{name}: columns {rows.column_names}, {num_held_out} rows of the split {found[0]} are held out")
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
+    held_out = rows.select(order[:num_held_out].sort().values)
+    return splits.get(train, []), held_out
 
 
-def read_any_prompt(row, tokenizer, args):
-    """Read a row with read_prompt; the prompt of a preference pair is what precedes the last turn of chosen."""
-    if "chosen" in row and not find_column(row, ("prompt", "question", "problem"), required=False):
-        row = row | {"prompt": pair_prompt(find_column(row, ("chosen",)), tokenizer.chat_template is not None)}
-    return read_prompt(row, tokenizer, args)
+def read_prompts(kind, rows, held_out, args, tokenizer):
+    """Read a split's prompts, without those whose ids are held out; print how many were dropped, and why."""
+    prompts, dropped = [], Counter()
+    for number, row in enumerate(rows):
+        try:
+            prompt, reason = read_prompt(row, args, tokenizer)
+        except Exception as error:
+            raise SystemExit(f"{args.dataset}, {kind} row {number}: {error!r}; the row is {row!r:.300}") from error
+        if not reason and tuple(prompt["prompt_ids"]) in held_out:
+            reason = "with a held-out prompt"
+        if reason:
+            dropped[reason] += 1
+        else:
+            prompts.append(prompt)
+    if RANK == 0:
+        print(f"{len(prompts)} {kind} rows, dropped: {dict(dropped)}")
+    return prompts
 
 
-def find_column(row, names, required=True):
-    """Return the first of these columns that a row has, as a text or messages; a missing value is an empty text."""
+def read_prompt(row, args, tokenizer):
+    """Return a row with its prompt, answer and prompt_ids, and ""; or None, and why the row is dropped."""
+    prompt = find_column(row, PROMPT_COLUMNS) or pair_prompt(row, tokenizer.chat_template is not None)
+    answer = find_column(row, ANSWER_COLUMNS)
+    if not prompt:
+        return None, f"without one of the columns {', '.join(PROMPT_COLUMNS)}, or a prompt in chosen"
+    if answer is not None and parse_gold(answer) == "":
+        return None, "without an answer"
+    messages = as_messages(prompt, "user")
+    system_prompt = row.get("system") or args.system_prompt
+    if system_prompt and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system_prompt})
+    prompt_ids = encode_prompt(tokenizer, messages, without_nulls(row.get("tools")))
+    if len(prompt_ids) > args.max_prompt_length:
+        return None, "with a too long prompt"
+    return {**row, "prompt": prompt, "answer": answer, "prompt_ids": prompt_ids}, ""
+
+
+def find_column(row, names):
+    """Return the first of these columns that a row has, as a text or messages: "" without a value, None without one."""
     for name in names:
         if name in row:
             value = row[name]
-            if value is None or value != value:  # nan
-                value = ""
-            elif isinstance(value, float):
-                value = f"{Decimal(str(value)):f}"  # 0.00001, not 1e-05
-            elif isinstance(value, int):
-                value = str(value)
-            elif not isinstance(value, str | list):
-                raise ValueError(f"the column {name} was read as a {type(value).__name__}: write it as a string")
-            if isinstance(value, str) and re.match(r'\s*\[\s*\{\s*"(role|content)"', value):
-                value = json.loads(value)  # messages in a csv file
-            return value
-    if required:
-        raise ValueError(f"one of the columns {', '.join(names)} is needed, but the row has only {', '.join(row)}")
+            if value is None or value != value:  # only nan differs from itself
+                return ""
+            if isinstance(value, float):
+                return f"{Decimal(str(value)):f}"  # 0.00001, not 1e-05
+            if isinstance(value, list):
+                return value
+            return str(value)
     return None
 
 
-def pair_prompt(chosen, has_template):
-    """Return a chat, or a text in the form of Anthropic's HH, without its last turn."""
-    if isinstance(chosen, list):
-        return chosen[:-1]
-    prompt, mark, _ = chosen.rpartition("\n\nAssistant:")
-    if not has_template:
-        return prompt + mark
-    return parse_dialogue(prompt)
+def pair_prompt(row, has_template):
+    """Return the prompt of a preference pair, as messages: the chat in the column chosen without its last turn."""
+    chosen = find_column(row, ("chosen",)) or []
+    if isinstance(chosen, str):
+        chosen = parse_dialogue(chosen, has_template)
+    return chosen[:-1]
 
 
-def parse_dialogue(text):
-    """Turn a dialogue in the form of Anthropic's HH into messages."""
-    parts = re.split(r"\n\n(Human|Assistant):", text)[1:]  # speaker, text, speaker, text, ...
+def parse_dialogue(text, has_template):
+    """Turn a dialogue in the form of Anthropic's HH into messages; [] if it is none."""
+    head, mark, answer = text.rpartition("\n\nAssistant:")
+    if not mark:
+        return []
+    if not has_template:  # then the model reads the dialogue as it stands
+        return [{"role": "user", "content": head + mark}, {"role": "assistant", "content": answer}]
     roles = {"Human": "user", "Assistant": "assistant"}
+    parts = re.split(r"\n\n(Human|Assistant):", text)[1:]  # speaker, text, speaker, text, ...
     return [{"role": roles[who], "content": said.strip()} for who, said in zip(parts[::2], parts[1::2])]
 
 
-def read_prompt(row, tokenizer, args):
-    """Add to a row its prompt (a text or messages), its answer (a text or None) and its prompt_ids."""
-    if "prompt_ids" in row:
-        raise ValueError("the script writes a column prompt_ids of its own: give yours another name")
-    prompt = find_column(row, ("prompt", "question", "problem"))
-    with_verl = {**(row.get("reward_model") or {}), **row}  # verl has the answer in reward_model.ground_truth
-    answer = find_column(with_verl, ("answer", "solution", "ground_truth"), required=False)
-    messages = as_messages(prompt, row.get("system") or args.system_prompt)
-    if not messages or messages[-1]["role"] in ("system", "assistant") or not messages[-1]["content"].strip():
-        return ["without a user's turn at its end"]
-    if answer is not None and parse_gold(answer) is None:
-        return ["without an answer that a completion can match"]
-    prompt_ids = encode_prompt(tokenizer, messages)
-    if len(prompt_ids) > args.max_prompt_length:
-        return ["too long"]
-    return [{**row, "prompt": prompt, "answer": answer, "prompt_ids": prompt_ids}]
-
-
-def as_messages(prompt, system_prompt=""):
-    """Return a prompt, a text or a list of messages, as a list of messages with the system prompt."""
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    messages = []
-    for message in prompt:
-        filled = {name: value for name, value in message.items() if value not in (None, [])}  # parquet fills in nulls
-        if set(filled) - {"role", "content"} or not isinstance(filled.get("content", ""), str):
-            raise ValueError(f"a message may have only a role and a text as content, but this one is {filled}")
-        messages.append({"content": ""} | filled)
-    if system_prompt and (not messages or messages[0]["role"] != "system"):
-        messages.insert(0, {"role": "system", "content": system_prompt})
-    return messages
-
-
 def parse_gold(answer):
-    """Parse a row's answer, which may be a solution that ends in it, or a JSON list of it; return None for prose."""
-    listed = re.fullmatch(r'\["([^"]*)"\]', answer)
-    if listed:
-        answer = listed[1].replace("\\\\", "\\")  # JSON doubles a backslash
-    answer = extract_answer(answer) or answer
-    words = re.findall(r"(?<!\S)[A-Za-z]{2,}(?=[,.]?(?!\S))", answer)
-    if len(set(words)) >= 8:  # prose
-        return None
-    return parse_answer(answer)
+    """Parse the answer of a row, which may be a whole solution such as GSM8K's "2 + 2 = 4 #### 4"."""
+    return parse_answer(extract_answer(answer) or answer)
 
 
-def extract_answer(text):
-    """Return the final answer in a text: its last \\boxed{}, else what follows ####, else <answer>, else None."""
-    # Leave out thoughts, also one whose <think> is in the prompt. Then turn  \boxed 5  into  \boxed{5}.
-    text = re.sub(r"<think>.*?(</think>|\Z)", " ", text, flags=re.DOTALL).rpartition("</think>")[2]
-    text = re.sub(r"\\boxed ((?>[\w.,/-]*\w))(?=[\s.,;:!?$]|\\[)\]]|\Z)", r"\\boxed{\1}", text)
-    answer, start = None, text.find("\\boxed{")
-    while start >= 0:
-        end = find_closing_brace(text, start + 6)  # start + 6: the brace in \boxed{
-        if end is None:
-            return None  # cut off inside its box
-        answer = re.sub(r"^ *\\boxed\{([^{}]*)\} *$", r"\1", text[start + 7 : end])  # a box in a box
-        if text[start - 1 : start] in ("-", "\u2212"):
-            answer = "-" + answer
-        start = text.find("\\boxed{", end)
-    if answer is None and "####" in text:
-        answer = text.rpartition("####")[2].strip().partition("\n")[0]
-    elif answer is None and "<answer>" in text.rpartition("</answer>")[0]:
-        answer = text.rpartition("</answer>")[0].rpartition("<answer>")[2]
-    return answer
-
-
-def find_closing_brace(text, start):
-    """Return the place of the brace that closes the one at start, or None."""
-    depth = 0
-    for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start, start + 2000):  # a longer box is no answer
-        if brace[0] == "{":
-            depth += 1
-        elif brace[0] == "}":
-            depth -= 1
-        if depth == 0:
-            return brace.start()
-    return None
+# Ways to write an answer, and what they become, in this order.
+NOTATIONS = (
+    ("\u2212", "-"),  # the minus sign that is not a hyphen
+    (r"\\([$%])", r"\1"),  # \$ \% -> $ %
+    (r"\\[()\[\]]|\$\$", "$"),  # \( \) \[ \] $$ -> $
+    (r"^\*\*(.*)\*\*$", r"\1"),  # **5** -> 5
+    (r"\.$", ""),  # 5. -> 5
+    (r"^\$([^$]*)\$$", r"\1"),  # $5$ -> 5
+    (r"^\{([^{}]*)\}$", r"\1"),  # {5} -> 5
+    (r"\.$", ""),  # the end of $5.$
+    (r"(?<=[0-9])(?:\\!,|,\\!|\\,|\{,\})(?=[0-9])", ","),  # 1{,}000 1\,000 1,\!000 -> 1,000
+    (r"^([+-]?) ?[$£€] ?", r"\1"),  # -$5 -> -5
+    (r"\\[dt]frac", r"\\frac"),  # \dfrac \tfrac -> \frac
+    (r"\\frac ?([0-9])", r"\\frac{\1}"),  # \frac12 -> \frac{1}2
+    (r"(\\frac\{[^{}]*\}) ?([0-9])", r"\1{\2}"),  # \frac{1}2 -> \frac{1}{2}
+    (r"^([+-]?) ?\\frac\{([+-]?[0-9]+)\}\{([+-]?[0-9]+)\}$", r"\1\2/\3"),  # -\frac{1}{2} -> -1/2
+    (r"\\(?:text|textbf|mathrm|mbox) ?\{([^{}\\]*)\}", r"\1"),  # \text{red} -> red
+)
+NUMBER = re.compile(
+    r"([+-]?) ?"  # sign
+    r"(?=[0-9.])"  # something follows, although each of the next parts may be empty
+    r"((?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]*)(?:\.[0-9]+)?(?:e[+-]?[0-9]{1,2})?)"  # 1,234  5  .5  1e-05
+    r"(?: ?/ ?([+-]?0*[1-9][0-9]*))?"  # a divisor other than 0
+)
 
 
 def parse_answer(text):
-    """Return a number (1,234.5, -$3, 7 / 2) as a Fraction, other text in a normal form, or None if nothing is left."""
-    text = text.strip().removeprefix("**").removesuffix("**").strip()
-    if len(text) > 1000:  # Python refuses to read numbers of more than 4300 digits
+    r"""Return a number as a Fraction, and other texts in a normal form, so that equal answers compare as equal.
+
+    1,234.5  ->  Fraction(2469, 2)      -$3          ->  Fraction(-3)      50\%           ->  50%
+    7 / 2    ->  Fraction(7, 2)         \frac{1}{2}  ->  Fraction(1, 2)    \text{(1, 2)}  ->  (1,2)
+    """
+    if len(text) > 1000:  # no answer is that long, and Python refuses to read numbers of more than 4300 digits
         return text
-    for written, meant in (("\u2212", "-"), ("\\!,", ","), ("\\$", "$"), ("\\%", "%")):
-        text = text.replace(written, meant)
-    text = re.sub(r"\\[()\[\]]|\$\$", "$", text.removesuffix(".").strip())  # \( \) \[ \] $$ -> $
-    while re.fullmatch(r"\{[^{}$]*\}|\$[^$]*\$", text):  # {5}, $5$ -> 5
-        text = text[1:-1].strip()
-    text = re.sub(r"\\[dt]?frac ?(?:\{([^{}]*)\}|([0-9])) ?(?:\{([^{}]*)\}|([0-9]))", r"\\frac{\1\2}{\3\4}", text)
-    flat = re.sub(r"^([+-]? ?)\\frac\{([+-]?[0-9]+)\}\{([+-]?[0-9]+)\}$", r"\1\2/\3", text)
-    number = r"((?:[1-9][0-9]{0,2}(?:(?:,|\\,|\{,\})[0-9]{3})+|[0-9]*)(?:\.[0-9]+)?)"
-    match = re.fullmatch(rf"(?:[$£€] ?)?([+-]?) ?(?:[$£€] ?)?{number}(?: ?/ ?([+-]?[0-9]+))?", flat)
-    if match and re.search("[0-9]", match[2]):
-        sign, digits, divisor = match[1], re.sub(r"[^0-9.]", "", match[2]), int(match[3] or 1)
-        if divisor != 0:
-            return Fraction(sign + digits) / divisor
-    text = re.sub(r"\\(?:text|textbf|mathrm|mbox) ?\{([^{}\\]*)\}", r"\1", text)
-    text = " ".join(text.split())
-    return re.sub(r" ?([^\w ]) ?", r"\1", text) or None  # (1, 2) -> (1,2)
+    for pattern, replacement in NOTATIONS:
+        text = re.sub(pattern, replacement, text).strip()
+    number = NUMBER.fullmatch(text)
+    if number:
+        sign, digits, divisor = number.groups()
+        return Fraction(sign + digits.replace(",", "")) / int(divisor or 1)
+    return re.sub(r" ?([^\w ]) ?", r"\1", " ".join(text.split()))  # ( 1, 2 ) -> (1,2)
 
 
-def encode_prompt(tokenizer, messages):
+def extract_answer(text):
+    r"""Return the final answer of a text: its last \boxed{}, else what follows ####, else <answer>, else None.
+
+    <think>\boxed{1}</think> So \boxed{2}.  ->  2
+    -\boxed{\frac{1}{2}}                    ->  -\frac{1}{2}
+    1 + 1 = 2 #### 2                        ->  2
+    """
+    text = text.rpartition("</think>")[2].partition("<think>")[0]  # without thoughts, also one that was cut off
+    answer = None
+    while "\\boxed" in text:
+        before, _, after = text.partition("\\boxed")
+        answer = read_braces(after)
+        if answer is None:  # a box without braces, or one that was cut off: the final answer is not known
+            return None
+        text = after[len(answer) + 2 :]
+        if before.endswith(("-", "\u2212")):
+            answer = "-" + answer
+    if answer is not None:
+        return answer
+    if "####" in text:
+        return text.rpartition("####")[2].strip().partition("\n")[0]
+    closed = text.rpartition("</answer>")[0]
+    if "<answer>" in closed:
+        return closed.rpartition("<answer>")[2]
+    return None
+
+
+def read_braces(text):
+    """Return what the braces at the start of a text enclose, or None if there are none: {a{b}}c -> a{b}"""
+    if not text.startswith("{"):
+        return None
+    depth = 0
+    for place, letter in enumerate(text):
+        if letter == "{":
+            depth += 1
+        elif letter == "}":
+            depth -= 1
+        if depth == 0:
+            return text[1:place]
+    return None
+
+
+def as_messages(value, role):
+    """Return a text as a message of this role, and messages as they are, without nulls."""
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    return without_nulls(value)
+
+
+def without_nulls(value):
+    """Take out the nulls that parquet fills into dictionaries, wherever they are."""
+    if isinstance(value, dict):
+        return {name: without_nulls(field) for name, field in value.items() if field is not None}
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value
+
+
+def encode_prompt(tokenizer, messages, tools):
     """Return the ids of messages, up to the place where the completion begins."""
     if tokenizer.chat_template is not None:
-        check_chat(tokenizer, messages)
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False)
     ids = tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]
     if ids[-1] == tokenizer.eos_token_id:  # some tokenizers add it
         ids.pop()
     return ids
 
 
-def check_chat(tokenizer, messages):
-    """Raise an error if the chat template leaves a text out, or if a text already has the template's special tokens."""
-    written = "".join(tokenizer.apply_chat_template(messages, tokenize=False).split())
-    frame = tokenizer.apply_chat_template(CHAT, tokenize=False)
-    special = [str(token).strip() for token in tokenizer.added_tokens_decoder.values() if token.special]
-    for i, message in enumerate(messages):
-        content = message["content"]
-        if any(token and token in frame and token in content for token in special):
-            raise ValueError(f"{content!r} already has the chat template's tokens: pass plain texts or messages")
-        # Templates may shorten what the assistant said in earlier turns.
-        earlier = message["role"] == "assistant" and i < len(messages) - 1
-        if not earlier and "".join(content.split()) not in written:
-            raise ValueError(f"the chat template does not write the content of the message {message}")
-
-
 def load_texts(args, tokenizer):
-    """Load the texts of --ptx-dataset."""
-    ptx_args = replace(args, dataset=args.ptx_dataset, eval_prompts=0)
-    rows, _ = load_rows(ptx_args, partial(read_text, tokenizer=tokenizer, args=args))
-    return rows
+    """Load the texts of --ptx-dataset, and print what is trained of the first; without --ptx-coef there are none."""
+    if not args.ptx_coef:
+        return []
+    rows, _ = load_splits(args.ptx_dataset, 0)
+    texts, dropped = [], Counter()
+    for number, row in enumerate(rows):
+        try:
+            found = read_text(row, tokenizer, args)
+        except Exception as error:
+            raise SystemExit(f"{args.ptx_dataset}, row {number}: {error!r}; the row is {row!r:.300}") from error
+        for text, reason in found:
+            if reason:
+                dropped[reason] += 1
+            else:
+                texts.append(text)
+    if not texts:
+        raise SystemExit(f"{args.ptx_dataset}: no text is left, dropped: {dict(dropped)}")
+    if RANK == 0:
+        print(f"{len(texts)} texts of {args.ptx_dataset}, dropped: {dict(dropped)}")
+        prompt, completion = [tokenizer.decode(texts[0][name]) for name in ("prompt_ids", "completion_ids")]
+        print(f"the first text: {completion!r} is trained after {prompt!r}")
+    return texts
 
 
 def read_text(row, tokenizer, args):
-    """Return the examples {prompt_ids, completion_ids} of a row, which has a text or what sft.py reads."""
-    if "text" not in row:
+    """Read a row that has a text, all of which is trained but its first token, or what sft.py reads (see read_chat)."""
+    text = find_column(row, ("text",))
+    if text is None:
         return read_chat(row, tokenizer, args)
-    ids = tokenizer(find_column(row, ("text",)))["input_ids"][: 1 + args.max_completion_length]
-    if len(ids) < 2:  # the first token has nothing to be predicted from
-        return ["without a text"]
-    return [{"prompt_ids": ids[:1], "completion_ids": ids[1:]}]
+    ids = tokenizer(text)["input_ids"][: 1 + args.max_completion_length]
+    if len(ids) < 2:
+        return [(None, "without a text")]
+    return [({"prompt_ids": ids[:1], "completion_ids": ids[1:]}, "")]
 
 
 def read_chat(row, tokenizer, args):
-    """Return an example, {prompt_ids, completion_ids}, for each turn of the assistant in a row."""
+    """Return an example and "" for each turn of the assistant in a row, or None and why the turn is dropped."""
+    messages = find_chat(row)
+    roles = [message["role"] for message in messages]
+    if "assistant" not in roles:
+        return [(None, "without a prompt and a completion")]
+    if "user" not in roles[: roles.index("assistant")]:
+        return [(None, "that begin with the assistant")]
     system_prompt = row.get("system") or args.system_prompt
-    if "messages" in row:
-        messages = as_messages(find_column(row, ("messages",)) or [], system_prompt)
-    else:
-        messages = as_messages(find_column(row, ("prompt", "question", "problem")), system_prompt)
-        completion = find_column(row, ("completion", "response", "solution", "answer"))
-        if isinstance(completion, str):
-            completion = [{"role": "assistant", "content": completion}]
-        messages += as_messages(completion)
-    turns = [message for message in messages if message["role"] != "system"]
-    if not turns or turns[0]["role"] == "assistant" or not turns[0]["content"].strip():
-        return ["without a user's turn before the assistant's turn"]
-    examples = []
+    if system_prompt and roles[0] != "system":
+        messages.insert(0, {"role": "system", "content": system_prompt})
+    found = []
     for place, message in enumerate(messages):
-        if message["role"] == "assistant" and not message["content"].strip():
-            examples.append("without a completion")
-        elif message["role"] == "assistant":
-            prompt_ids, completion_ids = encode_completion(tokenizer, messages[:place], message["content"])
-            if len(prompt_ids) > args.max_prompt_length or len(completion_ids) > args.max_completion_length:
-                examples.append("too long")
-            else:
-                examples.append({"prompt_ids": prompt_ids, "completion_ids": completion_ids})
-    return examples or ["without a completion"]
+        if message["role"] == "assistant":
+            found.append(read_turn(messages[: place + 1], without_nulls(row.get("tools")), tokenizer, args))
+    return found
 
 
-def encode_completion(tokenizer, messages, text):
-    """Return the ids of messages and of the completion that follows, up to its stop token, as the model reads them."""
-    prompt_ids = encode_prompt(tokenizer, messages)
+def find_chat(row):
+    """Return a row's messages, or its prompt and completion as messages; an empty list if it has neither."""
+    messages = find_column(row, ("messages",))
+    if messages:
+        return as_messages(messages, "user")
+    prompt = find_column(row, PROMPT_COLUMNS)
+    completion = find_column(row, COMPLETION_COLUMNS)
+    if not prompt or not completion:
+        return []
+    return as_messages(prompt, "user") + as_messages(completion, "assistant")
+
+
+def read_turn(chat, tools, tokenizer, args):
+    """Return the ids of a chat's last turn and of all that precedes it, and ""; or None, and why it is dropped."""
+    prompt_ids = encode_prompt(tokenizer, chat[:-1], tools)
+    completion_ids = encode_completion(tokenizer, prompt_ids, chat, tools)
+    if completion_ids is None:
+        return None, "whose prompt reads differently when a completion follows"
+    if len(completion_ids) == 1:  # a stop token alone
+        return None, "with an empty completion"
+    if len(prompt_ids) > args.max_prompt_length:
+        return None, "with a too long prompt"
+    if len(completion_ids) > args.max_completion_length:
+        return None, "with a too long completion"
+    return {"prompt_ids": prompt_ids, "completion_ids": completion_ids}, ""
+
+
+def encode_completion(tokenizer, prompt_ids, chat, tools):
+    """Return the ids of a chat's last message, up to its stop token; None if the prompt's ids do not precede them."""
     if tokenizer.chat_template is None:
-        return prompt_ids, [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-    whole = [*messages, {"role": "assistant", "content": text}]
-    check_chat(tokenizer, whole)
-    ids = tokenizer.apply_chat_template(whole, return_dict=True)["input_ids"]
+        return [*tokenizer(chat[-1]["content"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    ids = tokenizer.apply_chat_template(chat, tools=tools, return_dict=False)
     if ids[: len(prompt_ids)] != prompt_ids:
-        raise ValueError("the chat template renders the prompt differently when a completion follows")
+        return None
     completion_ids = ids[len(prompt_ids) :]
-    stop_ids = {find_turn_end(tokenizer), tokenizer.eos_token_id}
-    for place, token in enumerate(completion_ids):
-        if token in stop_ids:
-            return prompt_ids, completion_ids[: place + 1]
-    raise ValueError("the chat template writes no stop token after a completion")
+    stop_id = find_turn_end(tokenizer)
+    if stop_id not in completion_ids:
+        raise ValueError("the chat template writes no stop token after a completion")
+    # Some templates go on with a line break, which is never sampled.
+    return completion_ids[: completion_ids.index(stop_id) + 1]
 
 
 def find_turn_end(tokenizer):
-    """Find the special token that ends the assistant's turn in the chat template, or else the end of text."""
-    if tokenizer.chat_template is None:
-        return tokenizer.eos_token_id
-    tail = tokenizer.apply_chat_template(CHAT, tokenize=False).rpartition("Answer")[2].strip()
-    ids = tokenizer(tail, add_special_tokens=False)["input_ids"]
-    return next((i for i in ids if i in tokenizer.added_tokens_decoder), tokenizer.eos_token_id)
+    """Find the special token that ends the assistant's turn in the chat template; None if there is no template."""
+    if tokenizer.chat_template is not None:
+        chat = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": "Answer"}]
+        tail = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("Answer")[2].strip()
+        for token in tokenizer(tail, add_special_tokens=False)["input_ids"]:
+            if token in tokenizer.added_tokens_decoder:
+                return token
+    return None
 
 
-def load_model(name, tokenizer, lora_rank=0):
-    """Load a language model in float32, and put all its stop tokens into its generation config."""
-    architectures = read_config(name).get("architectures")  # may be missing
-    options = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}  # see below
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(name, **options)
-    except ValueError as error:
-        raise SystemExit(f"{name} ({architectures}) is not a causal language model: {error!s:.200}") from error
-    unfit = sorted([*info["missing_keys"], *info["mismatched_keys"]], key=str)
-    if unfit:
-        raise SystemExit(f"{name}: the weights do not fit config.json, or some are missing: {unfit[0]}")
-    if architectures and type(model).__name__ not in architectures:
-        print(f"{name} is a {architectures[0]}: only its text model, {type(model).__name__}, is trained and saved")
-    model.get_input_embeddings().padding_idx = None  # otherwise a pad token that is in use would not be trained
-    stop_ids = {find_turn_end(tokenizer)}
-    for source in (model.generation_config, model.config.get_text_config(), tokenizer):
-        ids = source.eos_token_id
-        stop_ids.update(ids if isinstance(ids, list) else [ids])
-    # A new config, because transformers refuses to save some old ones (a temperature without do_sample).
+def load_models(args, tokenizer, device):
+    """Load the policy with its value model, and reference and reward model, each None where there is none."""
+    model = load_model(args.model, tokenizer)
+    check_model(model, args)
+    reward_model = None
+    if args.reward_model == "none":
+        torch.manual_seed(args.seed)  # of the new head
+        value_model = load_reward_model(args.model)
+    else:
+        reward_tokenizer = AutoTokenizer.from_pretrained(args.reward_model)
+        if not tokenizer.get_vocab().items() <= reward_tokenizer.get_vocab().items():
+            raise SystemExit(f"--reward-model {args.reward_model}: its tokenizer differs from that of {args.model}")
+        value_model = load_reward_model(args.reward_model, new_head=False)
+        frozen = load_reward_model(args.reward_model, new_head=False).requires_grad_(False)
+        reward_model = prepare_model(InForward(frozen, sequence_scores), args, device)
+    if args.lora_rank:
+        add_adapters(model, args.lora_rank)
+        add_adapters(value_model, args.lora_rank)
+        value_model.score.requires_grad_(True)
+    policy = ActorCritic(model, value_model)
+    prepare_model(policy.actor, args, device)
+    prepare_model(policy.critic, args, device)
+    policy.to(device)  # its buffers
+    ref = None
+    if args.kl_coef and args.lora_rank:
+        ref = partial(without_adapters, policy.actor)  # the policy without its adapters is the initial model
+    elif args.kl_coef:
+        initial = load_model(args.model, tokenizer).requires_grad_(False)
+        ref = prepare_model(InForward(initial, token_logprobs), args, device)
+    return policy, ref, reward_model
+
+
+def load_model(name, tokenizer):
+    """Load a language model in float32, with dropout off, and put all its stop tokens into its generation config."""
+    model, info = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
+    if info["missing_keys"]:
+        raise SystemExit(f"{name}: weights are missing, among them {min(info['missing_keys'])}")
+    if hasattr(model, "peft_config"):
+        raise SystemExit(f"{name} is an adapter: merge it into its model first, with merge_and_unload() of peft")
+    if model.num_parameters() < 10_000_000:
+        torch.set_num_threads(1)  # on a CPU, more threads would mostly wait for each other
+    # nn.Embedding never trains the row padding_idx, but its token may also be the stop token.
+    model.get_input_embeddings().padding_idx = None
+    stop_ids = model.generation_config.eos_token_id
+    if not isinstance(stop_ids, list):
+        stop_ids = [stop_ids]
+    stop_ids = {*stop_ids, tokenizer.eos_token_id, find_turn_end(tokenizer)}
+    # A new config keeps only the stop tokens: transformers refuses to save some others (a temperature, do_sample off).
     model.generation_config = GenerationConfig(eos_token_id=sorted(stop_ids - {None}))
-    if lora_rank:
-        add_adapters(model, lora_rank)
     return model
 
 
-def add_adapters(model, rank):
-    """Freeze the model and add LoRA adapters to each linear layer of its blocks (arXiv 2106.09685)."""
-    model.requires_grad_(False)
-    model.adapters = True  # whether they are used
-    torch.manual_seed(0)  # the same adapters on every rank
+def check_model(model, args):
+    """Exit if a prompt and its completion may exceed the model's context."""
+    longest = args.max_prompt_length + args.max_completion_length
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", longest)
+    if longest > context:
+        raise SystemExit(f"the maximum lengths add up to {longest} tokens, but the model's context has only {context}")
 
-    def forward(layer, inputs):
-        rows = inputs.flatten(0, -2)  # (N, D)
-        adapted = rows.new_zeros(len(rows), layer.out_features)
-        if model.adapters:
-            adapted = layer.lora_b(layer.lora_a(rows)) * (LORA_ALPHA / rank)
-        # addmm adds the two products before it rounds to bfloat16. Adding a small adapter output to a layer output
-        # that is already rounded would lose it: in bfloat16 1 + 0.003 is 1.
-        output = torch.addmm(adapted, rows, layer.weight.T)
-        if layer.bias is not None:
-            output = output + layer.bias
-        return output.unflatten(0, inputs.shape[:-1])
 
-    for block in find_blocks(model):
-        for layer in list(block.modules()):
-            if type(layer) is nn.Linear:
-                layer.lora_a = nn.Linear(layer.in_features, rank, bias=False)
-                layer.lora_b = nn.Linear(rank, layer.out_features, bias=False)
-                nn.init.zeros_(layer.lora_b.weight)  # the model starts unchanged
-                layer.forward = partial(forward, layer)
+def load_reward_model(name, new_head=True):
+    """Load a reward model in float32. A causal language model gets a new scalar head, unless new_head is False."""
+    model, info = AutoModelForSequenceClassification.from_pretrained(
+        name, num_labels=1, dtype=torch.float32, output_loading_info=True
+    )
+    missing = set(info["missing_keys"])
+    if new_head and "score.weight" in missing:
+        missing.remove("score.weight")
+        nn.init.normal_(model.score.weight, std=1 / math.sqrt(model.score.in_features + 1))
+    if missing:
+        raise SystemExit(f"{name} is not a complete reward model: weights are missing, among them {min(missing)}")
+    if model.num_parameters() < 10_000_000:
+        torch.set_num_threads(1)  # on a CPU, more threads would mostly wait for each other
+    # nn.Embedding never trains the row padding_idx, but its token may also be the stop token.
+    model.get_input_embeddings().padding_idx = None
+    return model
+
+
+def prepare_model(policy, args, device):
+    """Set up bfloat16, gradient checkpointing and FSDP2, where they are needed."""
+    blocks = find_blocks(policy.model)
+    mp_policy = MixedPrecisionPolicy()
+    if args.precision == "bfloat16":
+        use_bfloat16(blocks)
+        mp_policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    if args.gradient_checkpointing:
+        for block in blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    # On one rank, all that FSDP2 does is to keep float32 weights and to compute with bfloat16 copies of them.
+    if args.precision == "bfloat16" or WORLD_SIZE > 1:
+        frozen = set()
+        if WORLD_SIZE == 1:  # frozen weights have their final precision, so copies would only take memory
+            frozen = {weight for weight in policy.parameters() if not weight.requires_grad}
+        for block in blocks:
+            fully_shard(block, mp_policy=mp_policy, ignored_params=frozen)
+        # all else, such as the head; by default, a root would keep its weights gathered after a forward
+        fully_shard(policy, reshard_after_forward=True, ignored_params=frozen)
+    return policy.to(device)
 
 
 def find_blocks(model):
@@ -911,280 +972,16 @@ def find_blocks(model):
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
-@torch.no_grad()
-def check_model(model, prompt_ids, args):
-    """Exit if a text may exceed the context, or if sampling and training disagree about log-probabilities."""
-    longest = args.max_prompt_length + args.max_completion_length
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", longest)
-    if longest > context:
-        raise SystemExit(f"the maximum lengths add up to {longest} tokens, but the model's context has only {context}")
-    prompts = [{"prompt_ids": prompt_ids[: 1 + i]} for i in range(8)]  # of several lengths, so that there is padding
-    ids, mask = pad_left(prompts, model.device)
-    stop_ids = range(0, model.config.get_text_config().vocab_size, 2)  # every second id, so that rows end one by one
-    completion_ids, completion_mask, sampled = generate(model, ids, mask, 8, 1.0, stop_ids, 0, with_logprobs=True)
-    logprobs, _ = token_logprobs(model, ids, mask, completion_ids, completion_mask, 1.0)
-    gap = (logprobs - sampled).abs().max().item()
-    if not gap < 0.01:  # nan too
-        raise SystemExit(
-            f"log-probabilities of sampling and training differ by {gap:.2g}: the model's cache or head is unsupported"
-        )
-
-
-def pad_left(prompts, device):
-    """Pad the ids of prompts on the left; return ids and mask (B, P)."""
-    rows = [torch.tensor(prompt["prompt_ids"]) for prompt in prompts]
-    padded = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1, padding_side="left").to(device)
-    return padded.clamp(min=0), (padded >= 0).long()
-
-
-@torch.no_grad()
-def generate(
-    model, prompt_ids, prompt_mask, max_completion_length, temperature, stop_ids, pad_id, with_logprobs=False, edit=None
-):
-    """Sample one completion per prompt, up to and including the first stop id; edit may replace sampled tokens.
-
-    prompts (B, P) left-padded -> ids and mask (B, T) right-padded, and on request log-probabilities, 0 where masked.
-    """
-    stop_ids = torch.tensor(list(stop_ids), device=prompt_ids.device)
-    completion_ids = prompt_ids.new_full((len(prompt_ids), max_completion_length), pad_id)
-    completion_mask = torch.zeros_like(completion_ids)
-    sampler_logprobs = completion_mask.float()
-    rows = torch.arange(len(prompt_ids), device=prompt_ids.device)  # completions not yet finished
-    # Copies of a prompt are read once; its cache is then repeated for each copy.
-    unique, copies = prompt_ids.masked_fill(prompt_mask == 0, -1).unique_consecutive(dim=0, return_inverse=True)
-    ids, mask, cache = unique.clamp(min=0), (unique >= 0).long(), None
-    for t in inner_bar(range(max_completion_length), "tokens"):
-        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]  # of the new ids
-        output = model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        logits, cache = output.logits[:, -1], output.past_key_values
-        if t == 0:
-            logits, mask = logits[copies], mask[copies]
-            cache.reorder_cache(copies)  # selects these rows, some several times
-        tokens, logprobs = sample_tokens(logits, temperature)
-        ended = torch.isin(tokens, stop_ids)
-        if edit is not None:
-            tokens, logprobs, ended = edit(t, rows, tokens, logprobs, ended)
-        completion_ids[rows, t] = tokens
-        completion_mask[rows, t] = 1
-        sampler_logprobs[rows, t] = logprobs
-        going = (~ended).nonzero().squeeze(1)
-        if len(going) == 0:
-            break
-        if len(going) < len(rows):  # finished rows leave the batch
-            rows, tokens, mask = rows[going], tokens[going], mask[going]
-            cache.reorder_cache(going)
-        ids = tokens.unsqueeze(1)  # (B, 1)
-        mask = nn.functional.pad(mask, (0, 1), value=1)  # (B, P + t + 1)
-    if with_logprobs:
-        return completion_ids, completion_mask, sampler_logprobs
-    return completion_ids, completion_mask
-
-
-def sample_tokens(logits, temperature):
-    """Sample ids (B,) from softmax(logits / temperature), greedily at 0; return them and their log-probabilities."""
-    if temperature == 0:
-        return logits.argmax(-1), torch.zeros(len(logits), device=logits.device)
-    probabilities = (logits.float() / temperature).softmax(-1)  # (B, V)
-    # In float32 the sum would absorb rare tokens of a large vocabulary, and they would never be sampled.
-    cdf = probabilities.cumsum(-1, dtype=torch.float64)
-    draws = torch.rand(len(cdf), 1, dtype=cdf.dtype, device=cdf.device) * cdf[:, -1:]
-    tokens = torch.searchsorted(cdf, draws, right=True).clamp(max=cdf.shape[1] - 1)  # (B, 1)
-    return tokens.squeeze(1), probabilities.gather(1, tokens).squeeze(1).log()
-
-
-def token_logprobs(model, prompt_ids, prompt_mask, completion_ids, completion_mask, temperature):
-    """Return the log-probabilities of completion tokens, and entropies (without gradient).
-
-    prompts (B, P), completions (B, T) -> logprobs, entropies (B, T) in nats, 0 where masked.
-    """
-    completion_mask = completion_mask.bool()
-    ids = torch.cat([prompt_ids, completion_ids], 1)  # (B, P + T)
-    mask = torch.cat([prompt_mask.bool(), completion_mask], 1)
-    # Move all padding to the right, where a causal model needs neither mask nor position ids:
-    # the row  _ p0 p1 c0 c1 _  becomes  p0 p1 c0 c1 _ _
-    order = (~mask).long().argsort(dim=1, stable=True)[:, : mask.sum(1).max()]
-    hidden = model.base_model(input_ids=ids.gather(1, order), use_cache=False).last_hidden_state  # (B, W, D)
-    # Each token is predicted at the position before its own. c0 is the third token of its row, so it stands at
-    # position 2 and is predicted at position 1: its running count minus 2.
-    positions = mask.cumsum(1)[:, prompt_ids.shape[1] :] - 2  # (B, T)
-    rows = completion_mask.nonzero()[:, 0]  # (N,)
-    hidden = hidden[rows, positions[completion_mask]]  # (N, D)
-    logprobs, entropies = head_logprobs(model, hidden, completion_ids[completion_mask], temperature)  # (N,)
-    zeros = logprobs.new_zeros(completion_mask.shape)
-    return zeros.masked_scatter(completion_mask, logprobs), zeros.masked_scatter(completion_mask, entropies)
-
-
-def head_logprobs(model, hidden, targets, temperature):
-    """Return log-probabilities of targets (N,), and entropies, under softmax(head(hidden) / temperature)."""
-    head = model.get_output_embeddings()
-    config = model.config.get_text_config().to_dict()  # model families scale or cap their logits
-    scale = config.get("logit_scale") or config.get("lm_head_multiplier") or 1 / (config.get("logits_scaling") or 1)
-    cap = config.get("final_logit_softcapping")
-
-    def chunk_logprobs(hidden, targets):
-        logits = head(hidden) * scale  # (n, V)
-        if cap:
-            logits = (logits / cap).tanh() * cap
-        logprobs = (logits / temperature).log_softmax(-1)
-        # Detached, since they are only logged; an entropy bonus would need their gradient.
-        entropies = -(logprobs.exp() * logprobs).detach().sum(-1)
-        return logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), entropies
-
-    # All logits (N, V) might not fit: compute chunks of 2**25 numbers, and compute them again in the backward pass.
-    size = max(1, 2**25 // head.weight.shape[0])
-    if len(hidden) <= size:
-        return chunk_logprobs(hidden, targets)
-    chunks = zip(hidden.split(size), targets.split(size))
-    parts = [checkpoint(chunk_logprobs, *chunk, use_reentrant=False) for chunk in chunks]
-    return [torch.cat(values) for values in zip(*parts)]
-
-
-def load_reward_model(name, tokenizer, lora_rank=0, new_head=True):
-    """Load a reward model in float32, or a causal language model, which gets a new scalar head if that is allowed.
-
-    The tokenizer gets a padding id that ends no completion: Hugging Face looks for the last id that is not padding.
-    """
-    read_config(name)
-    options = {"num_labels": 1, "dtype": torch.float32, "output_loading_info": True}
-    model, info = AutoModelForSequenceClassification.from_pretrained(name, **options)
-    missing = info["missing_keys"]
-    if missing - {"score.weight"} or (missing and not new_head):
-        raise SystemExit(f"{name} is not a complete reward model: {sorted(missing)[0]} is missing")
-    if missing:
-        nn.init.normal_(model.score.weight, std=1 / math.sqrt(model.score.in_features + 1))
-    unfit = {None, tokenizer.eos_token_id, find_turn_end(tokenizer)}
-    if tokenizer.pad_token_id in unfit:
-        spare = sorted(set(tokenizer.all_special_ids) - unfit)
-        pad_token = "<|pad|>"
-        if spare:
-            pad_token = tokenizer.convert_ids_to_tokens(spare[0])
-        tokenizer.add_special_tokens({"pad_token": pad_token})
-        if len(tokenizer) > model.get_input_embeddings().num_embeddings:
-            model.resize_token_embeddings(len(tokenizer))
-    model.get_input_embeddings().padding_idx = None  # otherwise a pad token that is in use would not be trained
-    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    model.config.pad_token_id = tokenizer.pad_token_id
-    if lora_rank:
-        add_adapters(model, lora_rank)
-        model.score.requires_grad_(True)
-    return model
-
-
-class ActorCritic(nn.Module):
-    """Policy and value model: trained and saved together, but sharded apart, as a rollout needs only the policy."""
-
-    def __init__(self, model, value_model):
-        super().__init__()
-        self.actor = LogprobModel(model)
-        self.critic = ValueModel(value_model)
-        # Raw scores are normalised with these; raw values too, because the value model starts as the reward model.
-        self.register_buffer("score_mean", torch.tensor(0.0, dtype=torch.float64))
-        self.register_buffer("score_std", torch.tensor(1.0, dtype=torch.float64))
-
-    @property
-    def model(self):
-        return self.actor.model
-
-    def forward(self, batch, temperature):
-        logprobs, entropies = self.actor(batch, temperature)
-        values = (self.critic(batch) - self.score_mean) / self.score_std
-        return logprobs, entropies, torch.where(batch["completion_mask"].bool(), values, 0.0)
-
-
-class LogprobModel(nn.Module):
-    """token_logprobs as the forward of a module, because only there FSDP gathers weights, here of the LM head."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-        self.bad_gradients = 0  # steps in a row whose gradient norm was inf or nan
-
-    def forward(self, batch, temperature, adapters=True):
-        self.model.adapters = adapters  # False: it is the initial model, until a pass sets True again
-        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-        return token_logprobs(self.model, *(batch[name] for name in names), temperature)
-
-
-class ValueModel(nn.Module):
-    """token_values as the forward of a module, because only there FSDP gathers weights, here of the scalar head."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-        self.bad_gradients = 0  # steps in a row whose gradient norm was inf or nan
-
-    def forward(self, batch):
-        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-        return token_values(self.model, *(batch[name] for name in names))
-
-
-def token_values(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
-    """Return the value before every completion token: the scalar head where it is predicted, 0 where masked."""
-    completion_mask = completion_mask.bool()
-    hidden, lengths = hidden_states(model, prompt_ids, prompt_mask, completion_ids, completion_mask)
-    prompt_lengths = lengths - completion_mask.sum(1)
-    positions = prompt_lengths.unsqueeze(1) + completion_mask.cumsum(1) - 2  # (B, T)
-    rows = completion_mask.nonzero()[:, 0]  # (N,)
-    hidden = hidden[rows, positions[completion_mask]]  # (N, D)
-    values = model.score(hidden.to(model.score.weight.dtype)).squeeze(1)
-    return values.new_zeros(completion_mask.shape).masked_scatter(completion_mask, values)
-
-
-def hidden_states(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
-    """Return the last hidden states (B, W, D) of rows with all padding moved to the right, and their lengths (B,)."""
-    ids = torch.cat([prompt_ids, completion_ids], 1)  # (B, P + T)
-    mask = torch.cat([prompt_mask.bool(), completion_mask.bool()], 1)
-    lengths = mask.sum(1)
-    # With padding on the right a causal model needs neither attention mask nor position ids.
-    order = (~mask).long().argsort(dim=1, stable=True)[:, : lengths.max()]
-    return model.base_model(input_ids=ids.gather(1, order), use_cache=False).last_hidden_state, lengths
-
-
-def shard(policy, args, device):
-    """Set up bfloat16, gradient checkpointing and FSDP2, which shards the blocks and casts them, even on one rank."""
-    blocks = find_blocks(policy.model)
-    dtypes = MixedPrecisionPolicy()
-    frozen = None
-    if args.precision == "bfloat16":
-        compute_in_bfloat16(blocks)
-        dtypes = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)  # weights, gradients
-    if args.gradient_checkpointing:
-        for block in blocks:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    if args.precision == "bfloat16" or dist.get_world_size() > 1:
-        if dist.get_world_size() == 1:
-            frozen = {weight for weight in policy.parameters() if not weight.requires_grad}  # FSDP would copy them
-        mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
-        for block in blocks:
-            fully_shard(block, mesh=mesh, mp_policy=dtypes, ignored_params=frozen)
-        fully_shard(policy, mesh=mesh, reshard_after_forward=True, ignored_params=frozen)  # all else, such as the head
-        for module in (policy, *blocks):  # gradients are summed over ranks, not averaged
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-    return policy.to(device)
-
-
-def compute_in_bfloat16(blocks):
+def use_bfloat16(blocks):
     """Let the blocks compute in bfloat16, from float32 weights that small steps can still move."""
     torch.set_float32_matmul_precision("high")  # TF32 for the LM head
     torch.manual_seed(0)  # the same noise on every rank
     for block in blocks:
         block.forward = partial(in_bfloat16, block.forward)
         for weight in block.parameters():
-            rounded = weight.data.bfloat16()
-            weight.data = rounded  # what frozen weights keep
-            if weight.requires_grad:  # float32 again, with noise in the lower 16 bits
-                # The blocks round the noise away, so the model starts unchanged. Some weights now lie so near a border
-                # of rounding that a small step takes them to the next bfloat16; without noise it would take none.
-                noise = torch.randint(-32767, 32768, weight.shape, dtype=torch.int32) * (rounded != 0)
-                weight.data = (rounded.float().view(torch.int32) + noise).view(torch.float32)
+            weight.data = weight.data.bfloat16()  # frozen weights stay so
+            if weight.requires_grad:
+                weight.data = add_rounding_noise(weight.data)
 
 
 def in_bfloat16(forward, *args, **kwargs):
@@ -1204,58 +1001,221 @@ def cast(value, dtype):
     return value
 
 
-class ScoreModel(nn.Module):
-    """sequence_scores as the forward of a module, because only there FSDP gathers weights, here of the scalar head."""
+def add_rounding_noise(rounded):
+    """Return bfloat16 numbers as float32, with noise in the lower 16 bits that rounding to bfloat16 takes away again.
 
-    def __init__(self, model):
+    All of 0.9981 to 1.0038 rounds to 1, so a step of 0.0001 would change no weight that starts at exactly 1. Of weights
+    that start at random places in this range, a step takes some over its edge, in proportion to the step's size. Most
+    checkpoints hold bfloat16 numbers, so their weights have no lower bits of their own.
+    """
+    # The last bit that bfloat16 keeps is 2**16 here, and the noise is less than half of it.
+    noise = torch.randint(-32767, 32768, rounded.shape, dtype=torch.int32) * (rounded != 0)
+    return (rounded.float().view(torch.int32) + noise).view(torch.float32)
+
+
+class InForward(nn.Module):
+    """A model whose forward is a function of it, because FSDP gathers weights (those of heads) only for a forward."""
+
+    def __init__(self, model, function):
         super().__init__()
         self.model = model
-        self.bad_gradients = 0  # steps in a row whose gradient norm was inf or nan
+        self.function = function
 
-    def forward(self, batch):
+    def forward(self, batch, *settings):
         names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-        return sequence_scores(self.model, *(batch[name] for name in names))
+        return self.function(self.model, *[batch[name] for name in names], *settings)
 
 
 def sequence_scores(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
-    """Return the scores (B,) of completions: the scalar head at the last token of each, found by length, not by id."""
-    hidden, lengths = hidden_states(model, prompt_ids, prompt_mask, completion_ids, completion_mask)
-    last = hidden[torch.arange(len(hidden), device=hidden.device), lengths - 1]  # (B, D)
-    return model.score(last.to(model.score.weight.dtype)).squeeze(1)
+    """Return the scores (B,) of completions: what the scalar head makes of the last token of each."""
+    hidden = hidden_states(model, prompt_ids, prompt_mask, completion_ids, completion_mask)  # (B, W, D)
+    lengths = prompt_mask.sum(1) + completion_mask.sum(1)  # (B,)
+    rows = torch.arange(len(hidden), device=hidden.device)
+    return model.score(hidden[rows, lengths - 1]).squeeze(1)
+
+
+def hidden_states(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
+    """Return the last hidden states (B, W, D) of prompts with their completions, all padding moved to the right."""
+    ids = torch.cat([prompt_ids, completion_ids], 1)  # (B, P + T)
+    mask = torch.cat([prompt_mask.bool(), completion_mask.bool()], 1)
+    # With all padding on the right, a causal model needs neither mask nor position ids.
+    ids = pad_sequence([row[kept] for row, kept in zip(ids, mask)], batch_first=True)  # (B, W)
+    return model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+
+
+def add_adapters(model, rank):
+    """Freeze a model and give each linear layer of its blocks a LoRA adapter (arXiv 2106.09685)."""
+    model.requires_grad_(False)
+    torch.manual_seed(0)  # the same adapters on every rank
+    for block in find_blocks(model):
+        for name, layer in list(block.named_modules()):
+            if type(layer) is nn.Linear:
+                block.set_submodule(name, LoraLinear(layer, rank))
+
+
+class LoraLinear(nn.Module):
+    """A frozen linear layer, whose weights keep their names, and its adapter."""
+
+    alpha = LORA_ALPHA  # of all adapters; without_adapters sets it to 0
+
+    def __init__(self, layer, rank):
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+        self.lora_a = nn.Linear(layer.in_features, rank, bias=False)
+        self.lora_b = nn.Linear(rank, layer.out_features, bias=False)
+        nn.init.zeros_(self.lora_b.weight)  # the model starts unchanged
+
+    def forward(self, inputs):
+        rows = inputs.flatten(0, -2)  # (N, D)
+        adapted = self.lora_b(self.lora_a(rows)) * (LoraLinear.alpha / self.lora_a.out_features)
+        # addmm adds the adapter's output to the layer's before that is rounded. In bfloat16, 1.002 + 0.003 is 1.008 if
+        # it is rounded once; but 1.002 alone is rounded to 1, and 1 + 0.003 to 1 again.
+        output = torch.addmm(adapted, rows, self.weight.T)
+        if self.bias is not None:
+            output = output + self.bias
+        return output.unflatten(0, inputs.shape[:-1])
+
+
+class ActorCritic(nn.Module):
+    """Policy and value model: saved together, but sharded apart, because a rollout needs only the policy."""
+
+    def __init__(self, model, value_model):
+        super().__init__()
+        self.actor = InForward(model, token_logprobs)
+        self.critic = InForward(value_model, token_values)
+        # Mean and standard deviation of the reward model's scores of samples of the initial model (measure_scores).
+        self.register_buffer("score_mean", torch.tensor(0.0, dtype=torch.float64))
+        self.register_buffer("score_std", torch.tensor(1.0, dtype=torch.float64))
+
+    @property
+    def model(self):
+        return self.actor.model
+
+    def normalise(self, scores):
+        return (scores - self.score_mean) / self.score_std
+
+    def values(self, batch):
+        """Return values (B, T), 0 where masked; normalised like scores, because V starts as the reward model."""
+        return self.normalise(self.critic(batch)) * batch["completion_mask"]
+
+
+def token_logprobs(model, prompt_ids, prompt_mask, completion_ids, completion_mask, temperature):
+    """Return the log-probabilities of completion tokens, and entropies (without gradient).
+
+    prompts (B, P), completions (B, T) -> logprobs, entropies (B, T) in nats, 0 where masked.
+    """
+    completion_mask = completion_mask.bool()
+    ids = torch.cat([prompt_ids, completion_ids], 1)  # (B, P + T)
+    mask = torch.cat([prompt_mask.bool(), completion_mask], 1)
+    sampled = torch.cat([torch.zeros_like(prompt_ids, dtype=torch.bool), completion_mask], 1)
+    # With all padding moved to the right, a causal model needs neither mask nor position ids.
+    ids = pad_sequence([row[kept] for row, kept in zip(ids, mask)], batch_first=True)  # (B, W)
+    sampled = pad_sequence([row[kept] for row, kept in zip(sampled, mask)], batch_first=True)
+    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state  # (B, W, D)
+    # Each token is predicted at the place before its own. Both masks list the tokens row by row.
+    hidden = hidden[:, :-1][sampled[:, 1:]]  # (N, D)
+    found = head_logprobs(model, hidden, completion_ids[completion_mask], temperature)  # (N,) each
+    logprobs = found[0].new_zeros(completion_mask.shape)
+    entropies = torch.zeros_like(logprobs)
+    logprobs[completion_mask], entropies[completion_mask] = found
+    return logprobs, entropies
+
+
+def head_logprobs(model, hidden, targets, temperature):
+    """Return log-probabilities of targets (N,), and entropies, under softmax(head(hidden) / temperature)."""
+    head = model.get_output_embeddings()
+    config = model.config.get_text_config().to_dict()
+    scale = config.get("logit_scale") or 1  # Cohere's
+    scale = config.get("lm_head_multiplier", scale)  # Falcon-H1's
+    scale = scale / config.get("logits_scaling", 1)  # Granite's
+    cap = config.get("final_logit_softcapping")  # Gemma's
+
+    def chunk_logprobs(hidden, targets):
+        logits = head(hidden)  # (n, V)
+        if scale != 1:
+            logits = logits * scale
+        if cap:
+            logits = (logits / cap).tanh() * cap
+        if temperature != 1:
+            logits = logits / temperature
+        logprobs = logits.log_softmax(-1)
+        with torch.no_grad():  # entropies are only logged; an entropy bonus would need their gradient
+            entropies = -(logprobs.exp() * logprobs).sum(-1)
+        return logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), entropies
+
+    # All logits (N, V) might not fit: compute chunks of 2**25 numbers, and compute them again in the backward pass.
+    size = 2**25 // head.weight.shape[0]
+    if len(hidden) <= size:
+        return chunk_logprobs(hidden, targets)
+    chunks = zip(hidden.split(size), targets.split(size))
+    parts = [checkpoint(chunk_logprobs, *chunk, use_reentrant=False) for chunk in chunks]
+    logprobs, entropies = zip(*parts)
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def token_values(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
+    """Return the value before each completion token (B, T): the scalar head at the place before its own."""
+    hidden = hidden_states(model, prompt_ids, prompt_mask, completion_ids, completion_mask)  # (B, W, D)
+    before = prompt_mask.sum(1, keepdim=True) + completion_mask.cumsum(1) - 2  # (B, T)
+    rows = torch.arange(len(hidden), device=hidden.device).unsqueeze(1)  # (B, 1)
+    return model.score(hidden[rows, before]).squeeze(2)
+
+
+def without_adapters(policy, batch, temperature):
+    """Compute log-probabilities as the model did before it had adapters."""
+    LoraLinear.alpha = 0
+    found = policy(batch, temperature)
+    LoraLinear.alpha = LORA_ALPHA
+    return found
+
+
+def show_first_prompt(prompt, model, tokenizer):
+    """Print a prompt as the model reads it, its answer, and what ends a completion."""
+    if RANK == 0:
+        print(f"the first prompt: {tokenizer.decode(prompt['prompt_ids'])!r}")
+        print(f"its answer: {prompt['answer']!r}")
+        if prompt["answer"] is not None:
+            print(f"a right completion must give: {parse_gold(prompt['answer'])}")
+        stop_tokens = tokenizer.convert_ids_to_tokens(model.generation_config.eos_token_id)
+        print(f"tokens that end a completion: {stop_tokens}")
 
 
 def open_run(args, policy, optimizer):
     """Create the run's folder, or load the state of the run to resume; return the last step done."""
     last_step = 0
     if args.resume:
-        args.run_dir = args.resume
+        args.run_dir = args.run_dir or args.resume
+        if RANK == 0 and args.run_dir != args.resume:  # a branch, which leaves the run to resume alone
+            shutil.copytree(args.resume, args.run_dir)
+        dist.barrier()
         last_step = load_state(Path(args.run_dir), policy, optimizer)
     elif not args.run_dir:
-        started = datetime.fromtimestamp(all_reduce(time.time(), dist.ReduceOp.MAX))  # the same on all ranks
-        args.run_dir = f"runs/{Path(sys.argv[0]).stem}__{args.seed}__{started:%Y%m%d-%H%M%S-%f}"
-    if dist.get_rank() == 0:
-        print(f"{args.run_dir}: {args.precision} on {policy.model.device}, number of ranks: {dist.get_world_size()}")
-        settings = asdict(args) | {"resume": ""}
+        started = int(all_reduce(time.time(), dist.ReduceOp.MAX))  # the same on all ranks
+        args.run_dir = f"runs/{Path(sys.argv[0]).stem}__{args.seed}__{started}"
+    if RANK == 0:
+        kind = type(policy.model).__name__
+        print(f"{args.run_dir}: {kind}, {args.precision} on {policy.model.device}, number of ranks: {WORLD_SIZE}")
         Path(args.run_dir).mkdir(parents=True, exist_ok=bool(args.resume))
-        Path(args.run_dir, "args.json").write_text(json.dumps(settings, indent=2))
-        Path(args.run_dir, "metrics.jsonl").touch()
+        Path(args.run_dir, "args.json").write_text(json.dumps(vars(args), indent=2))
         if args.track:
-            wandb.init(name=args.run_dir, dir=args.run_dir, config=settings)
+            wandb.init(name=args.run_dir, dir=args.run_dir, config=vars(args))
     return last_step
 
 
 def load_state(run_dir, policy, optimizer):
     """Load the newest state, remove later lines from the logs, and return the state's step."""
-    folders = sorted(run_dir.glob("state/0*"))  # not state/unfinished
+    folders = sorted(run_dir.glob("state/0*"))  # steps have eight digits; not state/unfinished
     if not folders:
         raise SystemExit(f"--resume {run_dir}: this run has no saved state; start it again without --resume")
+    # dcp.load fills tensors in place, so it is given the present state.
     model, moments = dcp_state.get_state_dict(policy, optimizer)
     dcp.load({"model": model}, checkpoint_id=folders[-1])
-    # Weights that never had a gradient have no moments.
-    dcp.load({"optimizer": moments}, checkpoint_id=folders[-1], planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
+    # Weights that never had a gradient, such as an unused expert's, have no moments: allow that they are missing.
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load({"optimizer": moments}, checkpoint_id=folders[-1], planner=planner)
     dcp_state.set_state_dict(policy, optimizer, model_state_dict=model, optim_state_dict=moments)
     step = int(folders[-1].name)
-    if dist.get_rank() == 0:
+    if RANK == 0:
         for log in [*run_dir.glob("metrics.jsonl"), *run_dir.glob("*samples.jsonl")]:
             lines = [line for line in log.read_text().splitlines(True) if line.endswith("\n")]  # whole ones
             log.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
@@ -1263,63 +1223,78 @@ def load_state(run_dir, policy, optimizer):
 
 
 def all_reduce(values, op=dist.ReduceOp.SUM):
-    """Reduce a number, or a list or tensor of numbers, over all ranks, in float64; return a number or lists."""
-    values = torch.as_tensor(values, dtype=torch.float64, device="cpu")
+    """Reduce a number, or lists of numbers, over all ranks, in float64."""
+    values = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(values, op)
     return values.tolist()
 
 
 def measure_scores(policy, reward_model, tokenizer, prompts, args):
-    """Set mean and deviation of scores to those of the initial model's samples."""
-    torch.manual_seed((args.seed * 1_000_003 + dist.get_rank()) % 2**63)
-    picked = pick_rows(prompts, 0, NORM_SAMPLES, args.seed)[dist.get_rank() :: dist.get_world_size()]
+    """Set mean and standard deviation of scores to those of samples of the initial model."""
+    torch.manual_seed(mix_seed(args.seed, RANK))
+    picked = pick_rows(prompts, 0, NORM_SAMPLES, args.seed)[RANK::WORLD_SIZE]
     batch, _ = sample_completions(policy.actor, tokenizer, picked, args.temperature, args)
-    batch["rewards"] = torch.zeros(len(picked), device=policy.model.device)
-    mean, variance = mean_and_variance(look_up_scores(reward_model, batch, args))
+    mean, variance = mean_and_variance(compute_scores(reward_model, batch, args))
     policy.score_mean.fill_(mean)
-    policy.score_std.fill_(max(variance**0.5, 1e-6))
+    policy.score_std.fill_(max(math.sqrt(variance), 1e-6))
+
+
+def mix_seed(*numbers):
+    """Return one seed for several numbers, such as seed, step and rank."""
+    mixed = 0
+    for number in numbers:
+        mixed = (mixed * 1_000_003 + number) % 2**63
+    return mixed
 
 
 def pick_rows(rows, start, count, seed):
     """Pick count rows from place start on of an endless order: all rows shuffled, all shuffled anew, and so on."""
-    order = []
-    for epoch in range(start // len(rows), (start + count - 1) // len(rows) + 1):
-        generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
-        order += torch.randperm(len(rows), generator=generator).tolist()
-    first = start % len(rows)
-    return [rows[i] for i in order[first : first + count]]
+    picked = []
+    while len(picked) < count:
+        epoch, first = divmod(start + len(picked), len(rows))
+        generator = torch.Generator().manual_seed(mix_seed(seed, epoch))
+        order = torch.randperm(len(rows), generator=generator).tolist()
+        picked += [rows[i] for i in order[first : first + count]]
+    return picked[:count]
 
 
-def sample_completions(policy, tokenizer, prompts, temperature, args, edit=None):
+def sample_completions(policy, tokenizer, prompts, temperature, args):
     """Sample one completion per prompt; return tensors (B, ...) and texts. Adjacent equal prompts are read once."""
     stop_ids = policy.model.generation_config.eos_token_id
     prompt_ids, prompt_mask = pad_left(prompts, policy.model.device)  # (B, P)
-    parts, size, limit = [], args.rollout_batch_size or len(prompts), args.max_completion_length
+    size = args.rollout_batch_size or len(prompts)
+    parts = []
     with gathered(policy) as model:
         for ids, mask in zip(prompt_ids.split(size), prompt_mask.split(size)):
-            parts.append(generate(model, ids, mask, limit, temperature, stop_ids, 0, True, edit))
-    completion_ids, completion_mask, sampler_logprobs = [torch.cat(values) for values in zip(*parts)]
-    lengths = completion_mask.sum(1)  # (B,)
-    unwritten_ids = {*stop_ids, tokenizer.pad_token_id, tokenizer.bos_token_id}
+            parts.append(generate(model, ids, mask, args.max_completion_length, temperature, stop_ids))
+    completion_ids, completion_mask, sampler_logprobs = [torch.cat(values) for values in zip(*parts)]  # (B, T)
+    # Some chat templates open a thought at the end of all prompts; it belongs to the completions.
+    opening = ""
+    if tokenizer.decode(prompts[0]["prompt_ids"]).rstrip().endswith("<think>"):
+        opening = "<think>"
     texts, truncated = [], []
-    for prompt, ids, length in zip(prompts, completion_ids.tolist(), lengths.tolist()):
-        truncated.append(ids[length - 1] not in stop_ids)
-        text = tokenizer.decode([token for token in ids[:length] if token not in unwritten_ids])
-        # Some templates end the prompt with <think> (up to nine tokens); it belongs to the completion.
-        if tokenizer.decode(prompt["prompt_ids"][-9:]).rstrip().endswith("<think>"):
-            text = "<think>" + text
-        texts.append(text)
+    for ids, mask in zip(completion_ids, completion_mask.bool()):
+        ids = ids[mask].tolist()
+        truncated.append(ids[-1] not in stop_ids)
+        texts.append(opening + tokenizer.decode([token for token in ids if token not in stop_ids]))
     batch = {
+        "indices": torch.arange(len(prompts), device=model.device),
         "prompt_ids": prompt_ids,
         "prompt_mask": prompt_mask,
         "completion_ids": completion_ids,
         "completion_mask": completion_mask,
         "sampler_logprobs": sampler_logprobs,
-        "lengths": prompt_mask.sum(1) + lengths,  # with the prompt
         "truncated": torch.tensor(truncated, device=model.device),
-        "live": torch.ones_like(lengths, dtype=torch.bool),  # rows that need to be computed
     }
     return batch, texts
+
+
+def pad_left(prompts, device):
+    """Pad the ids of prompts on the left; return ids and mask (B, P)."""
+    rows = [torch.tensor(prompt["prompt_ids"]) for prompt in prompts]
+    padded = pad_sequence(rows, batch_first=True, padding_value=-1, padding_side="left").to(device)
+    mask = (padded >= 0).long()
+    return padded * mask, mask
 
 
 @contextlib.contextmanager
@@ -1329,7 +1304,7 @@ def gathered(policy):
     hooks = []
     for module in shards:
         module.unshard()
-        # FSDP's hooks would gather the weights again for every token.
+        # These hooks are FSDP's. They would drop the weights after every token, and gather them again.
         hooks.append((module._forward_pre_hooks, module._forward_hooks))
         module._forward_pre_hooks, module._forward_hooks = {}, {}
     yield policy.model
@@ -1339,157 +1314,216 @@ def gathered(policy):
 
 
 @torch.no_grad()
-def look_up_scores(reward_model, batch, args):
-    """Return the scores (B,) of a rollout's completions."""
-    scores = torch.zeros_like(batch["rewards"])
-    for part in microbatches(batch, torch.arange(len(scores), device=scores.device), args.microbatch_tokens):
-        scores[part["rows"]] = reward_model(part)[: len(part["rows"])].to(scores.dtype)
+def generate(model, prompt_ids, prompt_mask, max_completion_length, temperature, stop_ids):
+    """Sample one completion per prompt, up to and including the first stop id.
+
+    prompts (B, P) padded on the left -> ids, mask and log-probabilities (B, T), all 0 after a completion's end.
+    """
+    stop_ids = torch.tensor(list(stop_ids), device=prompt_ids.device)
+    completion_ids = prompt_ids.new_zeros(len(prompt_ids), max_completion_length)
+    completion_mask = torch.zeros_like(completion_ids)
+    sampler_logprobs = completion_mask.float()
+    active = torch.arange(len(prompt_ids), device=prompt_ids.device)  # completions that are not finished
+
+    # Read adjacent copies of a prompt once. The mask is compared, too, because a prompt may contain the padding id 0.
+    prompts = torch.cat([prompt_ids, prompt_mask], 1)  # (B, 2P)
+    prompts, copies = prompts.unique_consecutive(dim=0, return_inverse=True)  # (U, 2P); copies (B,) has rows of it
+    ids, mask = prompts.chunk(2, dim=1)
+    output = model(
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=(mask.cumsum(1) - 1).clamp(min=0),
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    # Repeat what was read for each copy. reorder_cache selects rows, so it can also repeat them.
+    logits = output.logits[copies, -1]  # (B, V)
+    mask = mask[copies]
+    cache = output.past_key_values
+    cache.reorder_cache(copies)
+
+    for t in inner_bar(range(max_completion_length), "tokens"):
+        tokens, logprobs = sample_tokens(logits, temperature)
+        completion_ids[active, t] = tokens
+        completion_mask[active, t] = 1
+        sampler_logprobs[active, t] = logprobs
+        going = (~torch.isin(tokens, stop_ids)).nonzero().squeeze(1)
+        if len(going) == 0 or t == max_completion_length - 1:
+            break
+        if len(going) < len(active):  # finished completions leave the batch
+            active, tokens, mask = active[going], tokens[going], mask[going]
+            cache.reorder_cache(going)
+        mask = nn.functional.pad(mask, (0, 1), value=1)  # (B, P + t + 1)
+        output = model(
+            input_ids=tokens.unsqueeze(1),
+            attention_mask=mask,
+            position_ids=mask.sum(1, keepdim=True) - 1,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        logits = output.logits[:, -1]
+    return completion_ids, completion_mask, sampler_logprobs
+
+
+def sample_tokens(logits, temperature):
+    """Sample ids (B,) from softmax(logits / temperature), greedily at 0; return them and their log-probabilities."""
+    if temperature == 0:
+        return logits.argmax(-1), torch.zeros_like(logits[:, 0])
+    probabilities = (logits.float() / temperature).softmax(-1)  # (B, V)
+    # On a CPU this is 4 to 10 times faster than torch.multinomial. In float32 the sum would round away rare tokens.
+    # A draw on the edge between two tokens belongs to the right one, so that a probability of 0 is never drawn.
+    cdf = probabilities.cumsum(-1, dtype=torch.float64)
+    draws = torch.rand(len(cdf), 1, dtype=cdf.dtype, device=cdf.device) * cdf[:, -1:]
+    tokens = torch.searchsorted(cdf, draws, right=True).clamp(max=cdf.shape[1] - 1)  # (B, 1)
+    return tokens.squeeze(1), probabilities.gather(1, tokens).squeeze(1).log()
+
+
+def mean_and_variance(x):
+    """Return mean and variance (ddof 1) of the numbers of all ranks."""
+    total, count = all_reduce([x.double().sum().item(), x.numel()])
+    mean = total / count
+    squares = all_reduce((x.double() - mean).square().sum().item())
+    return mean, squares / max(1, count - 1)
+
+
+@torch.no_grad()
+def compute_scores(reward_model, batch, args):
+    """Return the reward model's scores (B,) of all completions."""
+    scores = torch.zeros_like(batch["sampler_logprobs"][:, 0])
+    for part in microbatches(batch, batch["indices"], args.microbatch_tokens):
+        scores[part["indices"]] += reward_model(part) * part["completion_mask"].any(1)  # a filler adds 0
     return scores
 
 
-def microbatches(batch, rows, max_tokens):
-    """Yield the live rows, longest first, in parts of up to max_tokens including padding, or of a single row."""
-    live = rows[batch["live"][rows]]
-    rest = live[batch["lengths"][live].argsort(descending=True, stable=True)]
+def microbatches(batch, indices, max_tokens):
+    """Split completions, longest first, into parts of up to max_tokens including padding, or of a single one."""
+    lengths = batch["prompt_mask"].sum(1) + batch["completion_mask"].sum(1)  # (B,)
+    order = lengths[indices].argsort(descending=True, stable=True)
+    rest = indices[order]
     parts = []
     while len(rest) > 0:
-        size = max(1, max_tokens // batch["lengths"][rest[0]].item())
-        parts.append(rest[:size])
+        size = max(1, max_tokens // lengths[rest[0]].item())
+        parts.append({name: values[rest[:size]] for name, values in batch.items()})
         rest = rest[size:]
-    # All ranks must make equally many passes, at least one. A filler is one row with all tokens masked, and no "rows".
-    num_parts = int(all_reduce(max(1, len(parts)), dist.ReduceOp.MAX))
-    for index in inner_bar(parts, "microbatches"):
-        yield {name: values[index] for name, values in batch.items()} | {"rows": index}
-    for _ in range(num_parts - len(parts)):
-        part = {name: values[:1] for name, values in batch.items()} | {"rows": rest}  # empty
-        part["completion_mask"] = torch.zeros_like(part["completion_mask"])
-        yield part
+    # FSDP needs equally many passes on all ranks, at least one. A filler is one completion with all tokens masked.
+    num_parts = all_reduce(max(1, len(parts)), dist.ReduceOp.MAX)
+    while len(parts) < num_parts:
+        filler = {name: values[:1] for name, values in batch.items()}
+        filler["completion_mask"] = torch.zeros_like(filler["completion_mask"])
+        parts.append(filler)
+    return inner_bar(parts, "microbatches")
 
 
 def catch_signals():
-    """Return a list to which Ctrl-C and SIGTERM append, and the previous handlers; a second signal stops at once."""
-    received, handlers = [], {}
+    """Return a list to which Ctrl-C and SIGTERM append; the second of a kind stops the run at once."""
+    received = []
 
     def request_stop(signum, _frame):
         received.append(signum)
-        signal.signal(signum, handlers[signum])
+        signal.signal(signum, signal.default_int_handler)  # KeyboardInterrupt
+        # Unlike print, os.write is safe in a signal handler.
         os.write(2, b"\nsaving and stopping after this step; press Ctrl-C again to stop at once\n")
 
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        handlers[signum] = signal.signal(signum, request_stop)
-    return received, handlers
+    signal.signal(signal.SIGINT, request_stop)
+    signal.signal(signal.SIGTERM, request_stop)
+    return received
 
 
 def log_step(args, step, metrics):
     """Log the metrics of a step, and print those of an evaluation."""
-    append_line(args, "metrics.jsonl", {"step": step} | metrics)
-    if dist.get_rank() > 0:
+    append_line(args, "metrics.jsonl", step, metrics)
+    if RANK > 0:
         return
     if args.track:
         wandb.log({"step": step} | metrics)
     found = [f"{name.removeprefix('eval/')} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/")]
     if found:
         tqdm.write(f"evaluation after step {step}: {', '.join(found)}")
-    recent = [line.get("reward/zero_std") for line in read_metrics(args)[-5:]]
-    if step % 5 == 0 and recent == [1.0] * 5:
-        tqdm.write(f"step {step}: no learning signal for five steps: all completions of each group had the same reward")
 
 
-def append_line(args, name, row):
-    """Append a row to one of the run's jsonl files."""
-    if dist.get_rank() == 0:
+def append_line(args, name, step, values):
+    """Append the values of a step to one of the run's jsonl files."""
+    if RANK == 0:
         with Path(args.run_dir, name).open("a") as file:
-            file.write(json.dumps(row, default=str) + "\n")
-
-
-def read_metrics(args):
-    """Read metrics.jsonl, one dictionary per line."""
-    return [json.loads(line) for line in Path(args.run_dir, "metrics.jsonl").read_text().splitlines()]
+            file.write(json.dumps({"step": step} | values) + "\n")
 
 
 def evaluate(policy, reward_model, tokenizer, prompts, args, step):
-    """Return mean score and reward of greedy completions and, where there are answers, accuracy and pass@k."""
-    torch.manual_seed(args.seed % 2**63)
-    own = prompts[dist.get_rank() :: dist.get_world_size()] or prompts[:1]  # every rank takes part: one may count twice
-    batch, texts = sample_completions(policy.actor, tokenizer, own, 0.0, args)
-    batch["rewards"] = score_rollout(texts, own, args, policy.model.device)
-    scores = score_batch(reward_model, batch, policy, args).tolist()
-    repeated = [prompt for prompt in own for _ in range(EVAL_SAMPLES)]
-    samples = []
-    if own[0]["answer"] is not None:
-        _, samples = sample_completions(policy.actor, tokenizer, repeated, args.temperature, args)
-    totals = Counter(num_prompts=len(own))
-    totals["eval/score"] = sum(scores)
-    totals["eval/reward"] = batch["rewards"].sum().item()
-    for i, (prompt, text, score) in enumerate(zip(own, texts, scores)):
-        answer = prompt["answer"]
-        row = {"step": step, "prompt": prompt["prompt"], "answer": answer, "completion": text, "score": score}
-        append_line(args, "eval_samples.jsonl", row)
-        if answer is not None:
-            group = samples[i * EVAL_SAMPLES : (i + 1) * EVAL_SAMPLES]
-            num_right = sum(is_right(sample, answer) for sample in group)
-            totals["eval/accuracy"] += is_right(text, answer)
-            totals["eval/pass@1"] += num_right / EVAL_SAMPLES
-            totals[f"eval/pass@{EVAL_SAMPLES}"] += num_right > 0
-    sums = dict(zip(totals, all_reduce(list(totals.values()))))
-    num_prompts = sums.pop("num_prompts")
-    return {name: total / num_prompts for name, total in sums.items()}
+    """Return the mean score of greedy completions and, with answers, accuracy and pass@k; log rank 0's samples."""
+    torch.manual_seed(mix_seed(args.seed))  # the same draws in each evaluation, so that they compare
+    prompts = prompts[RANK::WORLD_SIZE] or prompts[:1]  # every rank must take part, so one prompt may count twice
+    batch, texts = sample_completions(policy.actor, tokenizer, prompts, 0.0, args)
+    batch |= score_rollout(policy, reward_model, batch, texts, prompts, args)
+    metrics = {"eval/score": (batch["scores"].sum(), len(prompts))}
+    if "rule_rewards" in batch:
+        metrics["eval/reward"] = (batch["rule_rewards"].sum(), len(prompts))
+    for prompt, text, score in zip(prompts, texts, batch["scores"].tolist()):
+        sample = {"prompt": prompt["prompt"], "answer": prompt["answer"], "completion": text, "score": score}
+        append_line(args, "eval_samples.jsonl", step, sample)
+    if prompts[0]["answer"] is not None:
+        metrics["eval/accuracy"] = (are_right(texts, prompts).sum(), len(prompts))
+        repeated = [prompt for prompt in prompts for _ in range(EVAL_SAMPLES)]
+        _, texts = sample_completions(policy.actor, tokenizer, repeated, args.temperature, args)
+        right = are_right(texts, repeated)
+        metrics["eval/pass@1"] = (right.sum(), len(repeated))
+        metrics[f"eval/pass@{EVAL_SAMPLES}"] = (right.view(-1, EVAL_SAMPLES).any(1).sum(), len(prompts))
+    return mean_metrics([metrics])
 
 
-def score_rollout(texts, prompts, args, device):
-    """Return the rewards (B,) of score_completions; 0 if there is a reward model and the dataset has no answers."""
-    if args.reward_model != "none" and prompts[0]["answer"] is None:
-        return torch.zeros(len(texts), device=device)
-    return torch.tensor(compute_rewards(texts, prompts), dtype=torch.float32, device=device)
+def check_rewards(rewards, texts):
+    """Return rewards as a list of floats; exit if there is not one finite number per completion."""
+    if len(rewards) != len(texts):
+        raise SystemExit(f"there are {len(rewards)} rewards for {len(texts)} completions")
+    for reward, text in zip(rewards, texts):
+        if reward is None or not math.isfinite(reward):
+            raise SystemExit(f"a reward must be a finite number, but it is {reward} for the completion {text!r}")
+    return [float(reward) for reward in rewards]
 
 
-def compute_rewards(texts, rows):
-    """Return the rewards of score_completions as floats; exit if there is not one number per completion."""
-    rewards = list(score_completions(texts, rows))
-    if len(rewards) != len(rows):
-        raise SystemExit(f"score_completions returned {len(rewards)} rewards for {len(rows)} completions")
-    for i, reward in enumerate(rewards):
-        try:
-            rewards[i] = float(reward)
-        except Exception as error:
-            raise SystemExit(f"score_completions returned {reward!r} for the row {rows[i]}, not a number") from error
-    return rewards
+def are_right(texts, prompts):
+    """Return which completions are right, (B,)."""
+    return torch.tensor([is_right(text, prompt["answer"]) for text, prompt in zip(texts, prompts)])
+
+
+def mean_metrics(collected):
+    """Add each metric's (sum, count) over microbatches and ranks, and divide; skip those with count 0."""
+    totals = {}
+    for metrics in collected:
+        for name, pair in metrics.items():
+            totals[name] = totals.get(name, 0) + torch.tensor(pair, dtype=torch.float64)
+    pairs = all_reduce([pair.tolist() for pair in totals.values()])
+    return {name: total / count for name, (total, count) in zip(totals, pairs) if count > 0}
 
 
 @torch.no_grad()
-def lookup_logprobs(policy, batch, minibatches, args):
-    """Return log-probabilities (B, T) of the live rows in these minibatches, and values (0 from a reference model).
+def compute_logprobs(policy, batch, minibatches, args):
+    """Return log-probabilities (B, T) of the completions in these minibatches, and 0 for all others.
 
-    The microbatches are the same as in the update, because bfloat16 results depend on them.
+    The microbatches are those of the first epoch's updates, because bfloat16 results depend on them.
     """
-    found = [torch.zeros_like(batch["sampler_logprobs"]), torch.zeros_like(batch["sampler_logprobs"])]
-    for rows in minibatches:
-        for part in microbatches(batch, rows, args.microbatch_tokens):
-            logprobs, _, *values = policy(part, args.temperature)
-            for result, output in zip(found, [logprobs, *values]):
-                result[part["rows"]] = output[: len(part["rows"])].to(result.dtype)
-    return found
+    logprobs = torch.zeros_like(batch["sampler_logprobs"])
+    for indices in minibatches:
+        for part in microbatches(batch, indices, args.microbatch_tokens):
+            found, _ = policy(part, args.temperature)
+            logprobs[part["indices"]] += found  # a filler repeats completion 0, with zeros
+    return logprobs
 
 
-def collate(rows, device):
-    """Return a batch of tensors: prompts padded on the left, completions padded on the right."""
-    prompt_ids, prompt_mask = pad_left(rows, device)
-    completion_ids, completion_mask = pad_right([row["completion_ids"] for row in rows], device)
-    return {
-        "prompt_ids": prompt_ids,
-        "prompt_mask": prompt_mask,
-        "completion_ids": completion_ids,
-        "completion_mask": completion_mask,
-        "lengths": prompt_mask.sum(1) + completion_mask.sum(1),
-        "live": torch.ones(len(rows), dtype=torch.bool, device=device),
-    }
+@torch.no_grad()
+def compute_values(policy, batch, minibatches, args):
+    """Return values (B, T), in the microbatches of compute_logprobs."""
+    values = torch.zeros_like(batch["sampler_logprobs"])
+    for indices in minibatches:
+        for part in microbatches(batch, indices, args.microbatch_tokens):
+            values[part["indices"]] += policy.values(part)  # a filler adds 0
+    return values
 
 
-def pad_right(rows, device):
+def pad(rows, device):
     """Pad lists of ids on the right; return ids and mask (B, T)."""
-    rows = [torch.tensor(row) for row in rows]
-    padded = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1).to(device)
-    return padded.clamp(min=0), (padded >= 0).long()
+    rows = [torch.tensor(row, device=device) for row in rows]
+    mask = [torch.ones_like(row) for row in rows]
+    return pad_sequence(rows, batch_first=True), pad_sequence(mask, batch_first=True)
 
 
 def step_optimizer(policy, optimizer, learning_rate, max_grad_norm):
@@ -1500,79 +1534,102 @@ def step_optimizer(policy, optimizer, learning_rate, max_grad_norm):
     grad_norm = grad_norm.item()
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
-    policy.bad_gradients += 1  # unless this one is finite
-    if math.isfinite(grad_norm):
-        policy.bad_gradients = 0
-        if grad_norm > 0:  # without a gradient AdamW would continue in its last direction
-            optimizer.step()
+    if not math.isfinite(grad_norm):
+        tqdm.write(f"skipped an optimizer step, because the gradient norm was {grad_norm}")
+    elif grad_norm > 0:  # without a gradient AdamW would continue in its last direction
+        optimizer.step()
     optimizer.zero_grad()
-    if policy.bad_gradients == 3:
-        raise SystemExit(f"the gradient norm was {grad_norm} three times in a row: try a lower --learning-rate")
     return grad_norm
 
 
-def step_metrics(totals, divisor, batch):
-    """Means over all ranks: policy/* and value/* over tokens, loss/* over the divisor, all else over completions."""
-    totals["reward/mean"] = batch["rewards"].sum()
-    totals["score/mean"] = batch["scores"].sum()
-    totals["rollout/length_mean"] = batch["completion_mask"].sum()
-    totals["rollout/truncated"] = batch["truncated"].sum()
-    if "ref_logprobs" in batch:  # masked positions are 0 in both
-        totals["rollout/ref_kl_sum"] = (batch["old_logprobs"] - batch["ref_logprobs"]).sum()
-    sums = dict(zip(totals, all_reduce([float(total) for total in totals.values()])))
-    num_completions = len(batch["lengths"]) * dist.get_world_size()
-    num_tokens = sums.pop("num_tokens")
-    divisors = {"policy": num_tokens, "value": num_tokens, "loss": divisor}
-    return {name: total / divisors.get(name.partition("/")[0], num_completions) for name, total in sums.items()}
+def rollout_metrics(batch):
+    """Return metrics of a rollout as pairs (sum, count)."""
+    mask = batch["completion_mask"]
+    metrics = {
+        "score/mean": (batch["scores"].sum(), len(mask)),
+        "rollout/length_mean": (mask.sum(), len(mask)),
+        "rollout/truncated": (batch["truncated"].sum(), len(mask)),
+        "value/explained_variance": (explained_variance(batch["returns"], batch["old_values"], mask), 1),
+    }
+    if "rule_rewards" in batch:
+        metrics["reward/mean"] = (batch["rule_rewards"].sum(), len(mask))
+    if "ref_logprobs" in batch:
+        ref_log_ratio = batch["old_logprobs"] - batch["ref_logprobs"]  # both are 0 where masked
+        metrics["rollout/ref_kl_sum"] = (ref_log_ratio.sum(), len(mask))
+    return metrics
+
+
+def explained_variance(returns, values, mask):
+    """Return 1 - Var(returns - values) / Var(returns) over the mask on all ranks.
+
+    It flatters the value model, because returns contain the values of later tokens (unless gae_lambda is 1).
+    """
+    mask = mask.bool()
+    _, unexplained = mean_and_variance((returns - values)[mask])
+    _, variance = mean_and_variance(returns[mask])
+    return 1 - unexplained / max(variance, 1e-12)
+
+
+def check_sampler(metrics):
+    """Exit, without saving, if sampling and training disagree: then the update was wrong."""
+    sampler_kl = metrics.get("policy/sampler_kl", 0.0)
+    if not sampler_kl <= 0.5:  # far above rounding, or nan
+        raise SystemExit(f"sampling and training disagree about log-probabilities (KL {sampler_kl:.2g} per token)")
+
+
+def log_sample(args, step, prompt, text, score):
+    """Log a completion; with the first step and each evaluation, print its end, too."""
+    sample = {"prompt": prompt["prompt"], "answer": prompt["answer"], "completions": [text], "scores": [score]}
+    append_line(args, "samples.jsonl", step, sample)
+    if RANK == 0 and (step == 1 or step % args.eval_every == 0):
+        tqdm.write(f"step {step}: prompt {prompt['prompt']!r}, score {score:.2f}, completion {text[-160:]!r}")
 
 
 def save(run_dir, policy, optimizer, tokenizer, step):
     """Write checkpoint/, a Hugging Face model, and then state/STEP, which --resume loads."""
-    rank, run_dir = dist.get_rank(), Path(run_dir)
+    run_dir = Path(run_dir)
     options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = dcp_state.get_model_state_dict(policy.model, options=options)  # only on rank 0
-    unfinished = run_dir / "state/unfinished"
-    if rank == 0:
+    if RANK == 0:
         merge_adapters(weights)
-        tied = policy.model.all_tied_weights_keys  # gathering made copies of them
+        tied = policy.model.all_tied_weights_keys  # names of weights that are other weights, too
         weights = {name: weight.float() for name, weight in weights.items() if name not in tied}
         policy.model.save_pretrained(run_dir / "checkpoint.new", state_dict=weights)
         tokenizer.save_pretrained(run_dir / "checkpoint.new")
         shutil.rmtree(run_dir / "checkpoint", ignore_errors=True)
         (run_dir / "checkpoint.new").rename(run_dir / "checkpoint")
-    fresh = isinstance(optimizer, torch.optim.Optimizer) and not optimizer.state  # ppo_rlhf.py has a list
     model, moments = dcp_state.get_state_dict(policy, optimizer)
-    if fresh:  # get_state_dict made an optimizer step with learning rate 0, to create the state: do not count it
-        for values in optimizer.state.values():
-            values["step"].zero_()
-    dcp.save({"model": model, "optimizer": moments}, checkpoint_id=unfinished)
-    if rank == 0:
-        unfinished.rename(run_dir / f"state/{step:08d}")  # last, so that a killed save does not count
+    dcp.save({"model": model, "optimizer": moments}, checkpoint_id=run_dir / "state/unfinished")
+    if RANK == 0:
+        # The last thing to do, so that a killed save does not count.
+        (run_dir / "state/unfinished").rename(run_dir / f"state/{step:08d}")
         for older in sorted(run_dir.glob("state/0*"))[:-1]:
-            shutil.rmtree(older, ignore_errors=True)
+            shutil.rmtree(older)
 
 
 def merge_adapters(weights):
     """Add the adapters among these weights to the weights of their layers."""
-    for name in [name for name in weights if name.endswith("lora_a.weight")]:
-        layer = name.removesuffix("lora_a.weight")
-        a, b = weights.pop(name), weights.pop(layer + "lora_b.weight")
-        weights[layer + "weight"] = weights[layer + "weight"] + b @ a * (LORA_ALPHA / len(a))
+    for name in list(weights):
+        if name.endswith("lora_a.weight"):
+            layer = name.removesuffix("lora_a.weight")
+            a, b = weights.pop(name), weights.pop(layer + "lora_b.weight")
+            weights[layer + "weight"] = weights[layer + "weight"] + b @ a * (LORA_ALPHA / len(a))
 
 
-def end_run(args, stops, handlers):
-    """Print the first and last evaluation and how to continue; after a signal exit with its code."""
-    if dist.get_rank() == 0:
-        evaluations = [row for row in read_metrics(args) if any(name.startswith("eval/") for name in row)]
+def end_run(args, stops):
+    """Print what the evaluations improved and how to continue; after a signal, exit with its code."""
+    if RANK == 0:
+        log = Path(args.run_dir, "metrics.jsonl").read_text().splitlines()
+        evaluations = [row for row in map(json.loads, log) if any(name.startswith("eval/") for name in row)]
         if len(evaluations) > 1:
             for name in evaluations[0]:
                 if name.startswith("eval/"):
                     print(f"{name.removeprefix('eval/')} {evaluations[0][name]:.3f} -> {evaluations[-1][name]:.3f}")
         if Path(args.run_dir, "checkpoint").exists():
             print(f"model: {args.run_dir}/checkpoint; to continue: --resume {args.run_dir} --num-steps N")
-    for signum, handler in handlers.items():
-        signal.signal(signum, handler)
     dist.destroy_process_group()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if stops:
         raise SystemExit(128 + stops[0])
 

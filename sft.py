@@ -8,24 +8,31 @@ https://arxiv.org/abs/2203.02155v1
     qᵢ, oᵢ    prompt and completion, the stop token included; each turn of an assistant completes what precedes it
     N         the trained tokens of an optimizer step, over all microbatches and ranks
 
+Departures from the paper
+- No dropout. The paper uses residual dropout of 0.2.
+- The learning rate rises from 0 and then falls to 0. The paper's starts at its peak and falls to a tenth of it.
+- With bfloat16, float32 weights get noise below bfloat16's precision, which the blocks round away. With it, small steps
+  take effect on average (see add_rounding_noise).
+
 Without --model it trains the architecture of the bundled model, a Qwen3 of half a million parameters, from random
 weights.
 
     python sft.py
     python sft.py --model Qwen/Qwen2.5-0.5B --dataset my_chats.jsonl
+
+The defaults below are for real models. models/tiny/config.json replaces some of them for the first command.
 """
 
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
-from datetime import datetime, timedelta
+from dataclasses import dataclass
+from datetime import timedelta
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
@@ -43,28 +50,33 @@ from datasets import load_dataset
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
 
-HERE = Path(__file__).resolve().parent
+HERE = Path(__file__).parent
+RANK = int(os.environ.get("RANK", 0))  # torchrun sets these two
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 
 @dataclass
 class Args:
     """Train a language model with supervised fine-tuning."""
 
-    # model and data; the defaults suit real models, and "task_defaults" in a model's config.json replaces them
-    model: str = ""
-    """folder or Hugging Face name (empty: bundled model, random weights); models in models/ replace defaults below"""
+    # model and data
+    model: str = str(HERE / "models/tiny/config.json")
+    """folder or Hugging Face name of a causal language model, or the config.json of a folder: then its model starts
+    from random weights; "task_defaults" in config.json replaces defaults"""
     dataset: str = str(HERE / "data/addition/sft.jsonl")
-    """file, folder or Hugging Face name; columns: messages; or prompt (question) and completion (solution, answer)"""
+    """file, folder or Hugging Face NAME[:CONFIG[:SPLIT]] with the column messages, or with prompt (or question,
+    problem) and completion (or response, solution, answer); the columns system and tools are read, too"""
     system_prompt: str = ""
-    """system message placed before every conversation that has none"""
+    """system message placed before every chat that has none"""
     max_prompt_length: int = 1024
-    """maximum tokens before a turn of the assistant; longer examples are dropped"""
+    """maximum tokens before a turn of the assistant; turns with more are dropped"""
     max_completion_length: int = 1024
-    """maximum tokens of a turn of the assistant; longer examples are dropped"""
+    """maximum tokens per turn of the assistant, including the stop token; longer turns are dropped"""
 
     # optimization
     num_steps: int = 1000
@@ -74,7 +86,7 @@ class Args:
     warmup_steps: int = 50
     """optimizer steps over which the learning rate rises from 0"""
     minibatch_size: int = 64
-    """examples per optimizer step, over all ranks"""
+    """examples (turns of the assistant) per optimizer step, over all ranks"""
     microbatch_tokens: int = 16384
     """maximum tokens per forward pass, including padding; lower it if the update runs out of memory"""
     max_grad_norm: float = 1.0
@@ -84,7 +96,7 @@ class Args:
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: saves memory, but the update takes about a third longer"""
     precision: Literal["auto", "bfloat16", "float32"] = "auto"
-    """precision of the transformer blocks (auto: bfloat16 where the hardware supports it, otherwise float32)"""
+    """precision of the transformer blocks (auto: bfloat16 where the hardware multiplies it, otherwise float32)"""
     lora_rank: int = 0
     """train LoRA adapters of this rank; set --learning-rate 3 to 10 times higher (0: train the whole model)"""
 
@@ -105,71 +117,97 @@ class Args:
     """log to Weights & Biases as well (WANDB_MODE=offline works)"""
 
 
-def completion_loss(logprobs, loss_mask):
-    """Sum the negative log-likelihood over the trained tokens, both (B, T); the caller divides by their number."""
-    loss = -torch.where(loss_mask.bool(), logprobs, 0.0).sum()
-    return loss, {"loss/nll": loss.detach()}
+def completion_loss(logprobs, completion_mask):
+    """Sum the negative log-likelihood over completion tokens; the caller divides by their number.
+
+    Both (B, T), in nats. Metrics are pairs (sum, count), over tokens.
+    """
+    mask = completion_mask.bool()
+    loss = -torch.where(mask, logprobs, 0.0).sum()
+    return loss, {"loss/nll": (loss.detach(), mask.sum())}
 
 
-def accumulate_gradients(policy, batch, rows, divisor, args):
-    """Accumulate the gradients of completion_loss / divisor over these rows; return the sums of its metrics."""
-    totals = Counter()
-    for part in microbatches(batch, rows, args.microbatch_tokens):
-        logprobs, entropies = policy(part, 1.0)
-        loss, metrics = completion_loss(logprobs, part["completion_mask"])
+def completion_logprobs(policy, examples):
+    """Return the log-probabilities of completion tokens, the entropies and the mask, (B, T) each."""
+    rows = examples or [FILLER]  # without examples, FSDP still needs a pass, in step with those of other ranks
+    device = policy.model.device
+    prompt_ids, prompt_mask = pad([row["prompt_ids"] for row in rows], device)
+    completion_ids, completion_mask = pad([row["completion_ids"] for row in rows], device)
+    logprobs, entropies = policy(prompt_ids, prompt_mask, completion_ids, completion_mask)
+    count = len(examples)  # without the filler
+    return logprobs[:count], entropies[:count], completion_mask[:count]
+
+
+@torch.no_grad()
+def evaluate(policy, examples, args):
+    """Return the mean loss per completion token of held-out examples, and its exponential, the perplexity."""
+    collected = []
+    parts = microbatches(examples[RANK::WORLD_SIZE], args.microbatch_tokens)
+    for part in inner_bar(parts, "evaluation"):
+        logprobs, _, mask = completion_logprobs(policy, part)
+        _, metrics = completion_loss(logprobs, mask)
+        collected.append(metrics)
+    loss = mean_metrics(collected)["loss/nll"]
+    return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}  # exp(710) would raise an error
+
+
+def accumulate_gradients(policy, examples, divisor, args):
+    """Accumulate the gradients of completion_loss / divisor over these examples; return a list of its metrics."""
+    collected = []
+    for part in microbatches(examples, args.microbatch_tokens):
+        logprobs, entropies, mask = completion_logprobs(policy, part)
+        loss, metrics = completion_loss(logprobs, mask)
         (loss / divisor).backward()
-        totals.update(metrics)
-        totals["policy/entropy"] += entropies.sum().detach()
-    return totals
+        metrics["policy/entropy"] = (entropies.sum(), mask.sum())
+        collected.append(metrics)
+    return collected
 
 
 def main(args):
-    rank, world_size, device = init_ranks()
-    check_args(args, world_size)
-    tokenizer = AutoTokenizer.from_pretrained(args.model or BUNDLED_MODEL)
-    train_rows, eval_rows = load_chats(args, tokenizer)
-    if args.model:
-        model = load_model(args.model, tokenizer, args.lora_rank)
+    device = init_ranks()
+    check_args(args)
+    folder = args.model.removesuffix("config.json")  # a config.json stands for its model with random weights
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    train_examples, eval_examples = load_chats(args, tokenizer)
+    if folder == args.model:
+        model = load_model(args.model, tokenizer)
     else:
-        torch.manual_seed(args.seed % 2**63)
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(BUNDLED_MODEL), dtype=torch.float32)
-    check_context(model, args.max_prompt_length + args.max_completion_length)
-    first = [*train_rows, *eval_rows][0]
-    check_logprobs(model, first["prompt_ids"] + first["completion_ids"])
-    policy = shard(LogprobModel(model), args, device)
+        model = make_model(args.model, args.seed)
+    check_model(model, args)
+    if args.lora_rank:
+        add_adapters(model, args.lora_rank)
+    policy = prepare_model(LogprobModel(model), args, device)
     betas = (0.9, 0.98)
     optimizer = torch.optim.AdamW(policy.parameters(), betas=betas, weight_decay=args.weight_decay, fused=True)
     last_step = open_run(args, policy, optimizer)
-    stops, handlers = catch_signals()
-    if last_step == 0 and eval_rows:
-        log_step(args, 0, evaluate(policy, eval_rows, args))
+    stops = catch_signals()
+    if last_step == 0 and eval_examples:
+        log_step(args, 0, evaluate(policy, eval_examples, args))
 
-    progress = tqdm(range(last_step + 1, args.num_steps + 1), disable=rank > 0)
+    progress = tqdm(range(last_step + 1, args.num_steps + 1), disable=RANK > 0)
     for step in progress:
         step_start = time.perf_counter()
 
-        # batch: this rank's share of the step's rows
-        picked = pick_rows(train_rows, (step - 1) * args.minibatch_size, args.minibatch_size, args.seed)
-        batch = collate(picked[rank::world_size], device)
-        rows = torch.arange(len(batch["lengths"]), device=device)
-
-        # update: one optimizer step; the learning rate rises, then falls to 0 on a cosine
-        divisor = sum(len(row["completion_ids"]) for row in picked)  # a mean over the trained tokens of all ranks
-        totals = accumulate_gradients(policy, batch, rows, divisor, args)
+        # update: one optimizer step, to which each rank contributes its share of the examples
+        first = (step - 1) * args.minibatch_size
+        examples = pick_rows(train_examples, first, args.minibatch_size, args.seed)
+        num_tokens = sum(len(example["completion_ids"]) for example in examples)
+        divisor = num_tokens / WORLD_SIZE  # a mean over the trained tokens of all ranks; FSDP averages over ranks
+        collected = accumulate_gradients(policy, examples[RANK::WORLD_SIZE], divisor, args)
+        # The learning rate rises, then falls to 0 on a cosine.
         decay = (step - args.warmup_steps) / max(1, args.num_steps - args.warmup_steps)
         factor = 0.5 * (1 + math.cos(math.pi * max(0.0, decay)))
         learning_rate = args.learning_rate * min(step / max(1, args.warmup_steps), factor)
         grad_norm = step_optimizer(policy, optimizer, learning_rate, args.max_grad_norm)
 
         # metrics, evaluation, logs, saving
-        sums = all_reduce([float(total) for total in totals.values()])
-        metrics = {name: total / divisor for name, total in zip(totals, sums)}
+        metrics = mean_metrics(collected)
         metrics["optim/grad_norm"] = grad_norm
         metrics["optim/learning_rate"] = learning_rate
         metrics["perf/step_seconds"] = time.perf_counter() - step_start
         stopping = all_reduce(len(stops)) > 0
-        if eval_rows and not stopping and (step % args.eval_every == 0 or step == args.num_steps):
-            metrics |= evaluate(policy, eval_rows, args)
+        if eval_examples and not stopping and (step % args.eval_every == 0 or step == args.num_steps):
+            metrics |= evaluate(policy, eval_examples, args)
         log_step(args, step, metrics)
         progress.set_postfix(loss=metrics["loss/nll"])
         if stopping or step % args.save_every == 0 or step == args.num_steps:
@@ -177,45 +215,44 @@ def main(args):
         if stopping:
             break
 
-    end_run(args, stops, handlers)
+    end_run(args, stops)
 
 
-# ---- below: what the scripts share, in the order of use, as identical copies (tests/sync_copies.py lists exceptions)
+# ---- below: what the scripts of this repository share, as identical copies, in the order of use
 
-BUNDLED_MODEL = str(HERE / "models/tiny")
-CHAT = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": "Answer"}]
+PROMPT_COLUMNS = ("prompt", "question", "problem")
+COMPLETION_COLUMNS = ("completion", "response", "solution", "answer")
 LORA_ALPHA = 32  # an adapter's output is multiplied by alpha / rank
+FILLER = {"prompt_ids": [0], "completion_ids": [0]}  # an example whose results nobody uses
 
 # A progress bar within a step, which appears after five seconds.
-inner_bar = partial(tqdm, leave=False, delay=5, disable=os.environ.get("RANK", "0") != "0")
+inner_bar = partial(tqdm, leave=False, delay=5, disable=RANK > 0)
 
 
 def parse_args():
     """Read the flags; defaults are the settings of the run to resume, or those in the model's config.json."""
-    args = tyro.cli(Args)  # for --model and --resume
+    args = tyro.cli(Args)  # only for --model and --resume, which say where the defaults are
     if args.resume:
         settings = json.loads(Path(args.resume, "args.json").read_text())
+        settings["run_dir"] = ""  # the same folder again, unless --run-dir names another
     else:
-        named = read_config(args.model or BUNDLED_MODEL).get("task_defaults", {})
-        named |= named.get(Path(__file__).stem, {})  # a dict has the settings of the script of that name
-        settings = {name: named[name] for name in vars(args) if not isinstance(named.get(name, {}), dict)}
-        if settings and os.environ.get("RANK", "0") == "0":
-            print(f"defaults from {args.model or BUNDLED_MODEL}/config.json (your flags replace them): {settings}")
-    return tyro.cli(Args, default=Args(**settings))
-
-
-def read_config(name):
-    """Return what a model's config.json holds; exit if such a model cannot be trained here."""
-    if Path(name, "adapter_config.json").exists():
-        raise SystemExit(f"{name} is a LoRA adapter: merge it into its model first, with merge_and_unload() of peft")
-    config, _ = PreTrainedConfig.get_config_dict(name)
-    if "quantization_config" in config:
-        raise SystemExit(f"{name} is quantized: train the checkpoint that it was made from (--lora-rank saves memory)")
-    return config
+        config, _ = PreTrainedConfig.get_config_dict(args.model)
+        if "quantization_config" in config:
+            raise SystemExit(f"{args.model} is quantized: train the model that it was made from")
+        task_defaults = config.get("task_defaults", {})
+        own_defaults = task_defaults.get(Path(__file__).name, {})  # for this script alone
+        settings = task_defaults | own_defaults
+        settings = {name: value for name, value in settings.items() if name in vars(args)}
+        if RANK == 0:
+            print(f"defaults from the model's config.json (your flags replace them): {settings}")
+    args = tyro.cli(Args, default=Args(**settings))
+    if args.resume and args.lora_rank != settings["lora_rank"]:
+        raise SystemExit(f"--resume {args.resume}: --lora-rank must stay {settings['lora_rank']}")
+    return args
 
 
 def init_ranks():
-    """Join the process group of torchrun, or make a group of one; return rank, world size and device."""
+    """Join the process group of torchrun, or make a group of one; return this rank's device."""
     device = torch.device("cpu")
     backend = "gloo"
     if torch.cuda.is_available():
@@ -226,255 +263,289 @@ def init_ranks():
         dist.init_process_group(backend, timeout=timedelta(hours=2))
     elif not dist.is_initialized():
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    return dist.get_rank(), dist.get_world_size(), device
+    return device
 
 
-def check_args(args, world_size):
-    """Exit if batches cannot be divided evenly, and replace the precision "auto"."""
-    if args.minibatch_size % world_size:
-        raise SystemExit(f"--minibatch-size must be a multiple of the {world_size} ranks")
+def check_args(args):
+    """Exit if a setting cannot work, and replace the precision "auto"."""
+    for name in ("max_grad_norm", "eval_every", "save_every"):
+        if getattr(args, name) <= 0:
+            raise SystemExit(f"--{name.replace('_', '-')} must be above 0")
+    if args.minibatch_size % WORLD_SIZE:
+        raise SystemExit(f"--minibatch-size must be a multiple of the {WORLD_SIZE} ranks")
     if args.precision == "auto":
-        args.precision = find_precision()
+        args.precision = "bfloat16" if multiplies_bfloat16() else "float32"
 
 
-def find_precision():
-    """Choose bfloat16 where the GPU or the CPU multiplies it natively, otherwise float32."""
+def multiplies_bfloat16():
+    """Return whether the GPU, or without one the CPU, multiplies bfloat16 itself."""
     if torch.cuda.is_available():
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        native = torch.cpu.get_capabilities().get("avx512_bf16", False)
-    if native:
-        return "bfloat16"
-    return "float32"
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.cpu.get_capabilities().get("avx512_bf16", False)
 
 
 def load_chats(args, tokenizer):
-    """Load training and held-out examples, one for each turn of the assistant."""
-    train_rows, eval_rows = load_rows(args, partial(read_chat, tokenizer=tokenizer, args=args))
-    if dist.get_rank() == 0:
-        first = [*train_rows, *eval_rows][0]
+    """Load training and held-out examples, one per turn of the assistant, and print the first as the model reads it."""
+    train_rows, held_out_rows = load_splits(args.dataset, args.eval_prompts)
+    eval_examples = read_chats("held-out", held_out_rows, [], args, tokenizer)
+    held_out = {tuple(example["prompt_ids"]) for example in eval_examples}
+    train_examples = read_chats("training", train_rows, held_out, args, tokenizer)
+    if args.num_steps > 0 and not train_examples:
+        raise SystemExit(f"{args.dataset}: no example is left for training")
+    if RANK == 0:
+        first = (train_examples or eval_examples)[0]
         prompt, completion = [tokenizer.decode(first[name]) for name in ("prompt_ids", "completion_ids")]
-        print(f"the first example as the model reads it: {prompt!r}, trained on: {completion!r}")
-    return train_rows, eval_rows
-
-
-def load_rows(args, read):
-    """Load training and held-out rows; read returns a row's examples, and a reason (text) for each one left out."""
-    needed = {"held-out": args.eval_prompts > 0, "training": args.num_steps > 0}
-    loaded, held_out = [], set()  # held-out rows come first
-    for kind, split, rows in load_splits(args.dataset, args.eval_prompts):
-        examples, dropped = [], Counter()
-        for number, row in enumerate(rows):
-            try:
-                if row.get("tools"):
-                    raise ValueError('tool calls are not supported: the column "tools" must be empty')
-                found = read(row)
-            except Exception as error:
-                raise SystemExit(f"{args.dataset}, {kind} row {number}: {error!r}; the row is {row!r:.300}") from error
-            for example in found:
-                if isinstance(example, str):
-                    dropped[example] += 1
-                elif tuple(example["prompt_ids"]) in held_out:
-                    dropped["with a held-out prompt"] += 1
-                else:
-                    examples.append(example)
-        held_out = {tuple(example["prompt_ids"]) for example in examples}
-        loaded.append(examples)
-        report = f"{len(examples)} {kind} rows of {args.dataset}, split {split}, dropped: {dict(dropped)}"
-        if needed[kind] and not examples:
-            raise SystemExit(f"no {kind} row is left (--eval-prompts holds out {args.eval_prompts}): {report}")
-        if dist.get_rank() == 0:
-            print(report)
-    return loaded[1], loaded[0]
+        print(f"the first prompt: {prompt!r}; trained after it: {completion!r}")
+    return train_examples, eval_examples
 
 
 def load_splits(name, num_held_out):
-    """Load held-out rows (of the test, validation or else training split) and the training split, these included."""
-    path, config, train = name, "", ""
-    if not Path(name).exists():
-        path, config, train = f"{name}::".split(":")[:3]  # NAME, NAME:CONFIG or NAME:CONFIG:SPLIT
-    file_type = Path(name).suffix[1:].lower().replace("jsonl", "json")
-    file = name.replace("[", "[[]")  # load_dataset would read [ as a pattern
-    if file_type == "csv":
-        splits = load_dataset(file_type, data_files=file, keep_default_na=False)
+    """Load training rows, and rows to hold out, whose prompts are dropped from training when rows are read."""
+    file_type = Path(name).suffix.removeprefix(".").replace("jsonl", "json")
+    path, _, rest = name.partition(":")  # NAME, NAME:CONFIG or NAME:CONFIG:SPLIT
+    config, _, split = rest.partition(":")
+    train = split or "train"
+    if file_type == "csv":  # keep blanks as texts: whole numbers beside missing values would become floats
+        splits = load_dataset("csv", data_files=name, keep_default_na=False)
     elif file_type in ("json", "parquet"):
-        splits = load_dataset(file_type, data_files=file)
+        splits = load_dataset(file_type, data_files=name)
     else:
         splits = load_dataset(path, config or None)
-    train = train or min([split for split in splits if split.startswith("train")], key=len, default="train")
-    tests = [train.replace("train", split) for split in ("test", "validation", "train")]  # test_sft for train_sft
-    test = next(split for split in tests if split in splits)
-    order = torch.randperm(len(splits[test]), generator=torch.Generator().manual_seed(0))
-    held_out = splits[test].select(order[:num_held_out].sort().values)
-    return [("held-out", test, held_out), ("training", train, splits.get(train, []))]
+    # Hold out rows of the first of these splits that is there: for train_sft, of test_sft, validation_sft or itself.
+    candidates = [train.replace("train", kind) for kind in ("test", "validation", "train")]
+    found = [candidate for candidate in candidates if candidate in splits]
+    if not found or (split and split not in splits):
+        raise SystemExit(f"{name} has only the splits {list(splits)}: name one of them, as in NAME:CONFIG:SPLIT")
+    rows = splits[found[0]]
+    num_held_out = min(num_held_out, len(rows))
+    if found[0] == train:
+        num_held_out = min(num_held_out, len(rows) // 5)
+    if RANK == 0:
+        print(f"{name}: columns {rows.column_names}, {num_held_out} rows of the split {found[0]} are held out")
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
+    held_out = rows.select(order[:num_held_out].sort().values)
+    return splits.get(train, []), held_out
+
+
+def read_chats(kind, rows, held_out, args, tokenizer):
+    """Read a split's examples, without those whose prompt is held out; print how many were dropped, and why."""
+    examples, dropped = [], Counter()
+    for number, row in enumerate(rows):
+        try:
+            found = read_chat(row, tokenizer, args)
+        except Exception as error:
+            raise SystemExit(f"{args.dataset}, {kind} row {number}: {error!r}; the row is {row!r:.300}") from error
+        for example, reason in found:
+            if not reason and tuple(example["prompt_ids"]) in held_out:
+                reason = "with a held-out prompt"
+            if reason:
+                dropped[reason] += 1
+            else:
+                examples.append(example)
+    if RANK == 0:
+        print(f"{len(examples)} {kind} examples of {args.dataset}, dropped: {dict(dropped)}")
+    return examples
 
 
 def read_chat(row, tokenizer, args):
-    """Return an example, {prompt_ids, completion_ids}, for each turn of the assistant in a row."""
+    """Return an example and "" for each turn of the assistant in a row, or None and why the turn is dropped."""
+    messages = find_chat(row)
+    roles = [message["role"] for message in messages]
+    if "assistant" not in roles:
+        return [(None, "without a prompt and a completion")]
+    if "user" not in roles[: roles.index("assistant")]:
+        return [(None, "that begin with the assistant")]
     system_prompt = row.get("system") or args.system_prompt
-    if "messages" in row:
-        messages = as_messages(find_column(row, ("messages",)) or [], system_prompt)
-    else:
-        messages = as_messages(find_column(row, ("prompt", "question", "problem")), system_prompt)
-        completion = find_column(row, ("completion", "response", "solution", "answer"))
-        if isinstance(completion, str):
-            completion = [{"role": "assistant", "content": completion}]
-        messages += as_messages(completion)
-    turns = [message for message in messages if message["role"] != "system"]
-    if not turns or turns[0]["role"] == "assistant" or not turns[0]["content"].strip():
-        return ["without a user's turn before the assistant's turn"]
-    examples = []
-    for place, message in enumerate(messages):
-        if message["role"] == "assistant" and not message["content"].strip():
-            examples.append("without a completion")
-        elif message["role"] == "assistant":
-            prompt_ids, completion_ids = encode_completion(tokenizer, messages[:place], message["content"])
-            if len(prompt_ids) > args.max_prompt_length or len(completion_ids) > args.max_completion_length:
-                examples.append("too long")
-            else:
-                examples.append({"prompt_ids": prompt_ids, "completion_ids": completion_ids})
-    return examples or ["without a completion"]
-
-
-def as_messages(prompt, system_prompt=""):
-    """Return a prompt, a text or a list of messages, as a list of messages with the system prompt."""
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    messages = []
-    for message in prompt:
-        filled = {name: value for name, value in message.items() if value not in (None, [])}  # parquet fills in nulls
-        if set(filled) - {"role", "content"} or not isinstance(filled.get("content", ""), str):
-            raise ValueError(f"a message may have only a role and a text as content, but this one is {filled}")
-        messages.append({"content": ""} | filled)
-    if system_prompt and (not messages or messages[0]["role"] != "system"):
+    if system_prompt and roles[0] != "system":
         messages.insert(0, {"role": "system", "content": system_prompt})
-    return messages
+    found = []
+    for place, message in enumerate(messages):
+        if message["role"] == "assistant":
+            found.append(read_turn(messages[: place + 1], without_nulls(row.get("tools")), tokenizer, args))
+    return found
 
 
-def find_column(row, names, required=True):
-    """Return the first of these columns that a row has, as a text or messages; a missing value is an empty text."""
+def find_chat(row):
+    """Return a row's messages, or its prompt and completion as messages; an empty list if it has neither."""
+    messages = find_column(row, ("messages",))
+    if messages:
+        return as_messages(messages, "user")
+    prompt = find_column(row, PROMPT_COLUMNS)
+    completion = find_column(row, COMPLETION_COLUMNS)
+    if not prompt or not completion:
+        return []
+    return as_messages(prompt, "user") + as_messages(completion, "assistant")
+
+
+def find_column(row, names):
+    """Return the first of these columns that a row has, as a text or messages: "" without a value, None without one."""
     for name in names:
         if name in row:
             value = row[name]
-            if value is None or value != value:  # nan
-                value = ""
-            elif isinstance(value, float):
-                value = f"{Decimal(str(value)):f}"  # 0.00001, not 1e-05
-            elif isinstance(value, int):
-                value = str(value)
-            elif not isinstance(value, str | list):
-                raise ValueError(f"the column {name} was read as a {type(value).__name__}: write it as a string")
-            if isinstance(value, str) and re.match(r'\s*\[\s*\{\s*"(role|content)"', value):
-                value = json.loads(value)  # messages in a csv file
-            return value
-    if required:
-        raise ValueError(f"one of the columns {', '.join(names)} is needed, but the row has only {', '.join(row)}")
+            if value is None or value != value:  # only nan differs from itself
+                return ""
+            if isinstance(value, float):
+                return f"{Decimal(str(value)):f}"  # 0.00001, not 1e-05
+            if isinstance(value, list):
+                return value
+            return str(value)
     return None
 
 
-def encode_completion(tokenizer, messages, text):
-    """Return the ids of messages and of the completion that follows, up to its stop token, as the model reads them."""
-    prompt_ids = encode_prompt(tokenizer, messages)
-    if tokenizer.chat_template is None:
-        return prompt_ids, [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-    whole = [*messages, {"role": "assistant", "content": text}]
-    check_chat(tokenizer, whole)
-    ids = tokenizer.apply_chat_template(whole, return_dict=True)["input_ids"]
-    if ids[: len(prompt_ids)] != prompt_ids:
-        raise ValueError("the chat template renders the prompt differently when a completion follows")
-    completion_ids = ids[len(prompt_ids) :]
-    stop_ids = {find_turn_end(tokenizer), tokenizer.eos_token_id}
-    for place, token in enumerate(completion_ids):
-        if token in stop_ids:
-            return prompt_ids, completion_ids[: place + 1]
-    raise ValueError("the chat template writes no stop token after a completion")
+def as_messages(value, role):
+    """Return a text as a message of this role, and messages as they are, without nulls."""
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    return without_nulls(value)
 
 
-def encode_prompt(tokenizer, messages):
+def without_nulls(value):
+    """Take out the nulls that parquet fills into dictionaries, wherever they are."""
+    if isinstance(value, dict):
+        return {name: without_nulls(field) for name, field in value.items() if field is not None}
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value
+
+
+def read_turn(chat, tools, tokenizer, args):
+    """Return the ids of a chat's last turn and of all that precedes it, and ""; or None, and why it is dropped."""
+    prompt_ids = encode_prompt(tokenizer, chat[:-1], tools)
+    completion_ids = encode_completion(tokenizer, prompt_ids, chat, tools)
+    if completion_ids is None:
+        return None, "whose prompt reads differently when a completion follows"
+    if len(completion_ids) == 1:  # a stop token alone
+        return None, "with an empty completion"
+    if len(prompt_ids) > args.max_prompt_length:
+        return None, "with a too long prompt"
+    if len(completion_ids) > args.max_completion_length:
+        return None, "with a too long completion"
+    return {"prompt_ids": prompt_ids, "completion_ids": completion_ids}, ""
+
+
+def encode_prompt(tokenizer, messages, tools):
     """Return the ids of messages, up to the place where the completion begins."""
     if tokenizer.chat_template is not None:
-        check_chat(tokenizer, messages)
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False)
     ids = tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]
     if ids[-1] == tokenizer.eos_token_id:  # some tokenizers add it
         ids.pop()
     return ids
 
 
-def check_chat(tokenizer, messages):
-    """Raise an error if the chat template leaves a text out, or if a text already has the template's special tokens."""
-    written = "".join(tokenizer.apply_chat_template(messages, tokenize=False).split())
-    frame = tokenizer.apply_chat_template(CHAT, tokenize=False)
-    special = [str(token).strip() for token in tokenizer.added_tokens_decoder.values() if token.special]
-    for i, message in enumerate(messages):
-        content = message["content"]
-        if any(token and token in frame and token in content for token in special):
-            raise ValueError(f"{content!r} already has the chat template's tokens: pass plain texts or messages")
-        # Templates may shorten what the assistant said in earlier turns.
-        earlier = message["role"] == "assistant" and i < len(messages) - 1
-        if not earlier and "".join(content.split()) not in written:
-            raise ValueError(f"the chat template does not write the content of the message {message}")
+def encode_completion(tokenizer, prompt_ids, chat, tools):
+    """Return the ids of a chat's last message, up to its stop token; None if the prompt's ids do not precede them."""
+    if tokenizer.chat_template is None:
+        return [*tokenizer(chat[-1]["content"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    ids = tokenizer.apply_chat_template(chat, tools=tools, return_dict=False)
+    if ids[: len(prompt_ids)] != prompt_ids:
+        return None
+    completion_ids = ids[len(prompt_ids) :]
+    stop_id = find_turn_end(tokenizer)
+    if stop_id not in completion_ids:
+        raise ValueError("the chat template writes no stop token after a completion")
+    # Some templates go on with a line break, which is never sampled.
+    return completion_ids[: completion_ids.index(stop_id) + 1]
 
 
 def find_turn_end(tokenizer):
-    """Find the special token that ends the assistant's turn in the chat template, or else the end of text."""
-    if tokenizer.chat_template is None:
-        return tokenizer.eos_token_id
-    tail = tokenizer.apply_chat_template(CHAT, tokenize=False).rpartition("Answer")[2].strip()
-    ids = tokenizer(tail, add_special_tokens=False)["input_ids"]
-    return next((i for i in ids if i in tokenizer.added_tokens_decoder), tokenizer.eos_token_id)
+    """Find the special token that ends the assistant's turn in the chat template; None if there is no template."""
+    if tokenizer.chat_template is not None:
+        chat = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": "Answer"}]
+        tail = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("Answer")[2].strip()
+        for token in tokenizer(tail, add_special_tokens=False)["input_ids"]:
+            if token in tokenizer.added_tokens_decoder:
+                return token
+    return None
 
 
-def load_model(name, tokenizer, lora_rank=0):
-    """Load a language model in float32, and put all its stop tokens into its generation config."""
-    architectures = read_config(name).get("architectures")  # may be missing
-    options = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}  # see below
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(name, **options)
-    except ValueError as error:
-        raise SystemExit(f"{name} ({architectures}) is not a causal language model: {error!s:.200}") from error
-    unfit = sorted([*info["missing_keys"], *info["mismatched_keys"]], key=str)
-    if unfit:
-        raise SystemExit(f"{name}: the weights do not fit config.json, or some are missing: {unfit[0]}")
-    if architectures and type(model).__name__ not in architectures:
-        print(f"{name} is a {architectures[0]}: only its text model, {type(model).__name__}, is trained and saved")
-    model.get_input_embeddings().padding_idx = None  # otherwise a pad token that is in use would not be trained
-    stop_ids = {find_turn_end(tokenizer)}
-    for source in (model.generation_config, model.config.get_text_config(), tokenizer):
-        ids = source.eos_token_id
-        stop_ids.update(ids if isinstance(ids, list) else [ids])
-    # A new config, because transformers refuses to save some old ones (a temperature without do_sample).
+def load_model(name, tokenizer):
+    """Load a language model in float32, with dropout off, and put all its stop tokens into its generation config."""
+    model, info = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
+    if info["missing_keys"]:
+        raise SystemExit(f"{name}: weights are missing, among them {min(info['missing_keys'])}")
+    if hasattr(model, "peft_config"):
+        raise SystemExit(f"{name} is an adapter: merge it into its model first, with merge_and_unload() of peft")
+    if model.num_parameters() < 10_000_000:
+        torch.set_num_threads(1)  # on a CPU, more threads would mostly wait for each other
+    # nn.Embedding never trains the row padding_idx, but its token may also be the stop token.
+    model.get_input_embeddings().padding_idx = None
+    stop_ids = model.generation_config.eos_token_id
+    if not isinstance(stop_ids, list):
+        stop_ids = [stop_ids]
+    stop_ids = {*stop_ids, tokenizer.eos_token_id, find_turn_end(tokenizer)}
+    # A new config keeps only the stop tokens: transformers refuses to save some others (a temperature, do_sample off).
     model.generation_config = GenerationConfig(eos_token_id=sorted(stop_ids - {None}))
-    if lora_rank:
-        add_adapters(model, lora_rank)
     return model
 
 
+def make_model(config_file, seed):
+    """Make a model with random weights from its config.json."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config_file), dtype=torch.float32).eval()
+    model.get_input_embeddings().padding_idx = None  # as in load_model
+    if model.num_parameters() < 10_000_000:
+        torch.set_num_threads(1)
+    return model
+
+
+@torch.no_grad()
+def check_model(model, args):
+    """Exit if texts may exceed the model's context, or if head_logprobs does not compute what the model does."""
+    longest = args.max_prompt_length + args.max_completion_length
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", longest)
+    if longest > context:
+        raise SystemExit(f"the maximum lengths add up to {longest} tokens, but the model's context has only {context}")
+    # A model may change its logits in a way that head_logprobs does not know.
+    ids = torch.arange(8)  # any inputs and targets show it
+    hidden = model.base_model(input_ids=ids.unsqueeze(0)).last_hidden_state
+    logprobs, _ = head_logprobs(model, hidden[0], ids, 1.0)
+    logits = model(input_ids=ids.unsqueeze(0)).logits
+    expected = -nn.functional.cross_entropy(logits[0], ids, reduction="none")
+    if not torch.allclose(logprobs, expected, atol=0.01):
+        raise SystemExit("log-probabilities differ from the model's own: its LM head is not supported")
+
+
+def head_logprobs(model, hidden, targets, temperature):
+    """Return log-probabilities of targets (N,), and entropies, under softmax(head(hidden) / temperature)."""
+    head = model.get_output_embeddings()
+    config = model.config.get_text_config().to_dict()
+    scale = config.get("logit_scale") or 1  # Cohere's
+    scale = config.get("lm_head_multiplier", scale)  # Falcon-H1's
+    scale = scale / config.get("logits_scaling", 1)  # Granite's
+    cap = config.get("final_logit_softcapping")  # Gemma's
+
+    def chunk_logprobs(hidden, targets):
+        logits = head(hidden)  # (n, V)
+        if scale != 1:
+            logits = logits * scale
+        if cap:
+            logits = (logits / cap).tanh() * cap
+        if temperature != 1:
+            logits = logits / temperature
+        logprobs = logits.log_softmax(-1)
+        with torch.no_grad():  # entropies are only logged; an entropy bonus would need their gradient
+            entropies = -(logprobs.exp() * logprobs).sum(-1)
+        return logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), entropies
+
+    # All logits (N, V) might not fit: compute chunks of 2**25 numbers, and compute them again in the backward pass.
+    size = 2**25 // head.weight.shape[0]
+    if len(hidden) <= size:
+        return chunk_logprobs(hidden, targets)
+    chunks = zip(hidden.split(size), targets.split(size))
+    parts = [checkpoint(chunk_logprobs, *chunk, use_reentrant=False) for chunk in chunks]
+    logprobs, entropies = zip(*parts)
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
 def add_adapters(model, rank):
-    """Freeze the model and add LoRA adapters to each linear layer of its blocks (arXiv 2106.09685)."""
+    """Freeze a model and give each linear layer of its blocks a LoRA adapter (arXiv 2106.09685)."""
     model.requires_grad_(False)
-    model.adapters = True  # whether they are used
     torch.manual_seed(0)  # the same adapters on every rank
-
-    def forward(layer, inputs):
-        rows = inputs.flatten(0, -2)  # (N, D)
-        adapted = rows.new_zeros(len(rows), layer.out_features)
-        if model.adapters:
-            adapted = layer.lora_b(layer.lora_a(rows)) * (LORA_ALPHA / rank)
-        # addmm adds the two products before it rounds to bfloat16. Adding a small adapter output to a layer output
-        # that is already rounded would lose it: in bfloat16 1 + 0.003 is 1.
-        output = torch.addmm(adapted, rows, layer.weight.T)
-        if layer.bias is not None:
-            output = output + layer.bias
-        return output.unflatten(0, inputs.shape[:-1])
-
     for block in find_blocks(model):
-        for layer in list(block.modules()):
+        for name, layer in list(block.named_modules()):
             if type(layer) is nn.Linear:
-                layer.lora_a = nn.Linear(layer.in_features, rank, bias=False)
-                layer.lora_b = nn.Linear(rank, layer.out_features, bias=False)
-                nn.init.zeros_(layer.lora_b.weight)  # the model starts unchanged
-                layer.forward = partial(forward, layer)
+                block.set_submodule(name, LoraLinear(layer, rank))
 
 
 def find_blocks(model):
@@ -483,110 +554,59 @@ def find_blocks(model):
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
-def check_context(model, longest):
-    """Exit if texts may be longer than the model's context."""
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", longest)
-    if longest > context:
-        raise SystemExit(f"the maximum lengths add up to {longest} tokens, but the model's context has only {context}")
+class LoraLinear(nn.Module):
+    """A frozen linear layer, whose weights keep their names, and its adapter."""
+
+    def __init__(self, layer, rank):
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+        self.lora_a = nn.Linear(layer.in_features, rank, bias=False)
+        self.lora_b = nn.Linear(rank, layer.out_features, bias=False)
+        nn.init.zeros_(self.lora_b.weight)  # the model starts unchanged
+
+    def forward(self, inputs):
+        rows = inputs.flatten(0, -2)  # (N, D)
+        adapted = self.lora_b(self.lora_a(rows)) * (LORA_ALPHA / self.lora_a.out_features)
+        # addmm adds the adapter's output to the layer's before that is rounded. In bfloat16, 1.002 + 0.003 is 1.008 if
+        # it is rounded once; but 1.002 alone is rounded to 1, and 1 + 0.003 to 1 again.
+        output = torch.addmm(adapted, rows, self.weight.T)
+        if self.bias is not None:
+            output = output + self.bias
+        return output.unflatten(0, inputs.shape[:-1])
 
 
-@torch.no_grad()
-def check_logprobs(model, prompt_ids):
-    """Exit if token_logprobs differs from the model's own logits, because of an unusual LM head."""
-    ids = torch.tensor([prompt_ids])
-    ones = torch.ones_like(ids)
-    expected = model(input_ids=ids, use_cache=False).logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:].unsqueeze(2))
-    logprobs, _ = token_logprobs(model, ids[:, :1], ones[:, :1], ids[:, 1:], ones[:, 1:], 1.0)
-    gap = (logprobs - expected.squeeze(2)).abs().max().item()
-    if not gap < 0.01:  # nan too
-        raise SystemExit(f"log-probabilities differ by {gap:.2g} from the model's own: its LM head is not supported")
-
-
-def token_logprobs(model, prompt_ids, prompt_mask, completion_ids, completion_mask, temperature):
-    """Return the log-probabilities of completion tokens, and entropies (without gradient).
-
-    prompts (B, P), completions (B, T) -> logprobs, entropies (B, T) in nats, 0 where masked.
-    """
-    completion_mask = completion_mask.bool()
-    ids = torch.cat([prompt_ids, completion_ids], 1)  # (B, P + T)
-    mask = torch.cat([prompt_mask.bool(), completion_mask], 1)
-    # Move all padding to the right, where a causal model needs neither mask nor position ids:
-    # the row  _ p0 p1 c0 c1 _  becomes  p0 p1 c0 c1 _ _
-    order = (~mask).long().argsort(dim=1, stable=True)[:, : mask.sum(1).max()]
-    hidden = model.base_model(input_ids=ids.gather(1, order), use_cache=False).last_hidden_state  # (B, W, D)
-    # Each token is predicted at the position before its own. c0 is the third token of its row, so it stands at
-    # position 2 and is predicted at position 1: its running count minus 2.
-    positions = mask.cumsum(1)[:, prompt_ids.shape[1] :] - 2  # (B, T)
-    rows = completion_mask.nonzero()[:, 0]  # (N,)
-    hidden = hidden[rows, positions[completion_mask]]  # (N, D)
-    logprobs, entropies = head_logprobs(model, hidden, completion_ids[completion_mask], temperature)  # (N,)
-    zeros = logprobs.new_zeros(completion_mask.shape)
-    return zeros.masked_scatter(completion_mask, logprobs), zeros.masked_scatter(completion_mask, entropies)
-
-
-def head_logprobs(model, hidden, targets, temperature):
-    """Return log-probabilities of targets (N,), and entropies, under softmax(head(hidden) / temperature)."""
-    head = model.get_output_embeddings()
-    config = model.config.get_text_config().to_dict()  # model families scale or cap their logits
-    scale = config.get("logit_scale") or config.get("lm_head_multiplier") or 1 / (config.get("logits_scaling") or 1)
-    cap = config.get("final_logit_softcapping")
-
-    def chunk_logprobs(hidden, targets):
-        logits = head(hidden) * scale  # (n, V)
-        if cap:
-            logits = (logits / cap).tanh() * cap
-        logprobs = (logits / temperature).log_softmax(-1)
-        # Detached, since they are only logged; an entropy bonus would need their gradient.
-        entropies = -(logprobs.exp() * logprobs).detach().sum(-1)
-        return logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), entropies
-
-    # All logits (N, V) might not fit: compute chunks of 2**25 numbers, and compute them again in the backward pass.
-    size = max(1, 2**25 // head.weight.shape[0])
-    if len(hidden) <= size:
-        return chunk_logprobs(hidden, targets)
-    chunks = zip(hidden.split(size), targets.split(size))
-    parts = [checkpoint(chunk_logprobs, *chunk, use_reentrant=False) for chunk in chunks]
-    return [torch.cat(values) for values in zip(*parts)]
-
-
-def shard(policy, args, device):
-    """Set up bfloat16, gradient checkpointing and FSDP2, which shards the blocks and casts them, even on one rank."""
+def prepare_model(policy, args, device):
+    """Set up bfloat16, gradient checkpointing and FSDP2, where they are needed."""
     blocks = find_blocks(policy.model)
-    dtypes = MixedPrecisionPolicy()
-    frozen = None
+    mp_policy = MixedPrecisionPolicy()
     if args.precision == "bfloat16":
-        compute_in_bfloat16(blocks)
-        dtypes = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)  # weights, gradients
+        use_bfloat16(blocks)
+        mp_policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     if args.gradient_checkpointing:
         for block in blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    if args.precision == "bfloat16" or dist.get_world_size() > 1:
-        if dist.get_world_size() == 1:
-            frozen = {weight for weight in policy.parameters() if not weight.requires_grad}  # FSDP would copy them
-        mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
+    # On one rank, all that FSDP2 does is to keep float32 weights and to compute with bfloat16 copies of them.
+    if args.precision == "bfloat16" or WORLD_SIZE > 1:
+        frozen = set()
+        if WORLD_SIZE == 1:  # frozen weights have their final precision, so copies would only take memory
+            frozen = {weight for weight in policy.parameters() if not weight.requires_grad}
         for block in blocks:
-            fully_shard(block, mesh=mesh, mp_policy=dtypes, ignored_params=frozen)
-        fully_shard(policy, mesh=mesh, reshard_after_forward=True, ignored_params=frozen)  # all else, such as the head
-        for module in (policy, *blocks):  # gradients are summed over ranks, not averaged
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+            fully_shard(block, mp_policy=mp_policy, ignored_params=frozen)
+        # all else, such as the head; by default, a root would keep its weights gathered after a forward
+        fully_shard(policy, reshard_after_forward=True, ignored_params=frozen)
     return policy.to(device)
 
 
-def compute_in_bfloat16(blocks):
+def use_bfloat16(blocks):
     """Let the blocks compute in bfloat16, from float32 weights that small steps can still move."""
     torch.set_float32_matmul_precision("high")  # TF32 for the LM head
     torch.manual_seed(0)  # the same noise on every rank
     for block in blocks:
         block.forward = partial(in_bfloat16, block.forward)
         for weight in block.parameters():
-            rounded = weight.data.bfloat16()
-            weight.data = rounded  # what frozen weights keep
-            if weight.requires_grad:  # float32 again, with noise in the lower 16 bits
-                # The blocks round the noise away, so the model starts unchanged. Some weights now lie so near a border
-                # of rounding that a small step takes them to the next bfloat16; without noise it would take none.
-                noise = torch.randint(-32767, 32768, weight.shape, dtype=torch.int32) * (rounded != 0)
-                weight.data = (rounded.float().view(torch.int32) + noise).view(torch.float32)
+            weight.data = weight.data.bfloat16()  # frozen weights stay so
+            if weight.requires_grad:
+                weight.data = add_rounding_noise(weight.data)
 
 
 def in_bfloat16(forward, *args, **kwargs):
@@ -606,52 +626,88 @@ def cast(value, dtype):
     return value
 
 
+def add_rounding_noise(rounded):
+    """Return bfloat16 numbers as float32, with noise in the lower 16 bits that rounding to bfloat16 takes away again.
+
+    All of 0.9981 to 1.0038 rounds to 1, so a step of 0.0001 would change no weight that starts at exactly 1. Of weights
+    that start at random places in this range, a step takes some over its edge, in proportion to the step's size. Most
+    checkpoints hold bfloat16 numbers, so their weights have no lower bits of their own.
+    """
+    # The last bit that bfloat16 keeps is 2**16 here, and the noise is less than half of it.
+    noise = torch.randint(-32767, 32768, rounded.shape, dtype=torch.int32) * (rounded != 0)
+    return (rounded.float().view(torch.int32) + noise).view(torch.float32)
+
+
 class LogprobModel(nn.Module):
-    """token_logprobs as the forward of a module, because only there FSDP gathers weights, here of the LM head."""
+    """A model whose forward is token_logprobs: FSDP gathers its weights, such as the LM head's, only for a forward."""
 
     def __init__(self, model):
         super().__init__()
         self.model = model
-        self.bad_gradients = 0  # steps in a row whose gradient norm was inf or nan
 
-    def forward(self, batch, temperature, adapters=True):
-        self.model.adapters = adapters  # False: it is the initial model, until a pass sets True again
-        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-        return token_logprobs(self.model, *(batch[name] for name in names), temperature)
+    def forward(self, prompt_ids, prompt_mask, completion_ids, completion_mask):
+        inputs = (prompt_ids, prompt_mask, completion_ids, completion_mask)
+        return token_logprobs(self.model, *inputs, temperature=1.0)
+
+
+def token_logprobs(model, prompt_ids, prompt_mask, completion_ids, completion_mask, temperature):
+    """Return the log-probabilities of completion tokens, and entropies (without gradient).
+
+    prompts (B, P), completions (B, T) -> logprobs, entropies (B, T) in nats, 0 where masked.
+    """
+    completion_mask = completion_mask.bool()
+    ids = torch.cat([prompt_ids, completion_ids], 1)  # (B, P + T)
+    mask = torch.cat([prompt_mask.bool(), completion_mask], 1)
+    sampled = torch.cat([torch.zeros_like(prompt_ids, dtype=torch.bool), completion_mask], 1)
+    # With all padding moved to the right, a causal model needs neither mask nor position ids.
+    ids = pad_sequence([row[kept] for row, kept in zip(ids, mask)], batch_first=True)  # (B, W)
+    sampled = pad_sequence([row[kept] for row, kept in zip(sampled, mask)], batch_first=True)
+    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state  # (B, W, D)
+    # Each token is predicted at the place before its own. Both masks list the tokens row by row.
+    hidden = hidden[:, :-1][sampled[:, 1:]]  # (N, D)
+    found = head_logprobs(model, hidden, completion_ids[completion_mask], temperature)  # (N,) each
+    logprobs = found[0].new_zeros(completion_mask.shape)
+    entropies = torch.zeros_like(logprobs)
+    logprobs[completion_mask], entropies[completion_mask] = found
+    return logprobs, entropies
 
 
 def open_run(args, policy, optimizer):
     """Create the run's folder, or load the state of the run to resume; return the last step done."""
     last_step = 0
     if args.resume:
-        args.run_dir = args.resume
+        args.run_dir = args.run_dir or args.resume
+        if RANK == 0 and args.run_dir != args.resume:  # a branch, which leaves the run to resume alone
+            shutil.copytree(args.resume, args.run_dir)
+        dist.barrier()
         last_step = load_state(Path(args.run_dir), policy, optimizer)
     elif not args.run_dir:
-        started = datetime.fromtimestamp(all_reduce(time.time(), dist.ReduceOp.MAX))  # the same on all ranks
-        args.run_dir = f"runs/{Path(sys.argv[0]).stem}__{args.seed}__{started:%Y%m%d-%H%M%S-%f}"
-    if dist.get_rank() == 0:
-        print(f"{args.run_dir}: {args.precision} on {policy.model.device}, number of ranks: {dist.get_world_size()}")
-        settings = asdict(args) | {"resume": ""}
+        started = int(all_reduce(time.time(), dist.ReduceOp.MAX))  # the same on all ranks
+        args.run_dir = f"runs/{Path(sys.argv[0]).stem}__{args.seed}__{started}"
+    if RANK == 0:
+        kind = type(policy.model).__name__
+        print(f"{args.run_dir}: {kind}, {args.precision} on {policy.model.device}, number of ranks: {WORLD_SIZE}")
         Path(args.run_dir).mkdir(parents=True, exist_ok=bool(args.resume))
-        Path(args.run_dir, "args.json").write_text(json.dumps(settings, indent=2))
-        Path(args.run_dir, "metrics.jsonl").touch()
+        Path(args.run_dir, "args.json").write_text(json.dumps(vars(args), indent=2))
         if args.track:
-            wandb.init(name=args.run_dir, dir=args.run_dir, config=settings)
+            wandb.init(name=args.run_dir, dir=args.run_dir, config=vars(args))
     return last_step
 
 
 def load_state(run_dir, policy, optimizer):
     """Load the newest state, remove later lines from the logs, and return the state's step."""
-    folders = sorted(run_dir.glob("state/0*"))  # not state/unfinished
+    folders = sorted(run_dir.glob("state/0*"))  # steps have eight digits; not state/unfinished
     if not folders:
         raise SystemExit(f"--resume {run_dir}: this run has no saved state; start it again without --resume")
+    # dcp.load fills tensors in place, so it is given the present state.
     model, moments = dcp_state.get_state_dict(policy, optimizer)
     dcp.load({"model": model}, checkpoint_id=folders[-1])
-    # Weights that never had a gradient have no moments.
-    dcp.load({"optimizer": moments}, checkpoint_id=folders[-1], planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
+    # Weights that never had a gradient, such as an unused expert's, have no moments: allow that they are missing.
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load({"optimizer": moments}, checkpoint_id=folders[-1], planner=planner)
     dcp_state.set_state_dict(policy, optimizer, model_state_dict=model, optim_state_dict=moments)
     step = int(folders[-1].name)
-    if dist.get_rank() == 0:
+    if RANK == 0:
         for log in [*run_dir.glob("metrics.jsonl"), *run_dir.glob("*samples.jsonl")]:
             lines = [line for line in log.read_text().splitlines(True) if line.endswith("\n")]  # whole ones
             log.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
@@ -659,123 +715,99 @@ def load_state(run_dir, policy, optimizer):
 
 
 def all_reduce(values, op=dist.ReduceOp.SUM):
-    """Reduce a number, or a list or tensor of numbers, over all ranks, in float64; return a number or lists."""
-    values = torch.as_tensor(values, dtype=torch.float64, device="cpu")
+    """Reduce a number, or lists of numbers, over all ranks, in float64."""
+    values = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(values, op)
     return values.tolist()
 
 
 def catch_signals():
-    """Return a list to which Ctrl-C and SIGTERM append, and the previous handlers; a second signal stops at once."""
-    received, handlers = [], {}
+    """Return a list to which Ctrl-C and SIGTERM append; the second of a kind stops the run at once."""
+    received = []
 
     def request_stop(signum, _frame):
         received.append(signum)
-        signal.signal(signum, handlers[signum])
+        signal.signal(signum, signal.default_int_handler)  # KeyboardInterrupt
+        # Unlike print, os.write is safe in a signal handler.
         os.write(2, b"\nsaving and stopping after this step; press Ctrl-C again to stop at once\n")
 
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        handlers[signum] = signal.signal(signum, request_stop)
-    return received, handlers
+    signal.signal(signal.SIGINT, request_stop)
+    signal.signal(signal.SIGTERM, request_stop)
+    return received
 
 
 def log_step(args, step, metrics):
     """Log the metrics of a step, and print those of an evaluation."""
-    append_line(args, "metrics.jsonl", {"step": step} | metrics)
-    if dist.get_rank() > 0:
+    append_line(args, "metrics.jsonl", step, metrics)
+    if RANK > 0:
         return
     if args.track:
         wandb.log({"step": step} | metrics)
     found = [f"{name.removeprefix('eval/')} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/")]
     if found:
         tqdm.write(f"evaluation after step {step}: {', '.join(found)}")
-    recent = [line.get("reward/zero_std") for line in read_metrics(args)[-5:]]
-    if step % 5 == 0 and recent == [1.0] * 5:
-        tqdm.write(f"step {step}: no learning signal for five steps: all completions of each group had the same reward")
 
 
-def append_line(args, name, row):
-    """Append a row to one of the run's jsonl files."""
-    if dist.get_rank() == 0:
+def append_line(args, name, step, values):
+    """Append the values of a step to one of the run's jsonl files."""
+    if RANK == 0:
         with Path(args.run_dir, name).open("a") as file:
-            file.write(json.dumps(row, default=str) + "\n")
+            file.write(json.dumps({"step": step} | values) + "\n")
 
 
-def read_metrics(args):
-    """Read metrics.jsonl, one dictionary per line."""
-    return [json.loads(line) for line in Path(args.run_dir, "metrics.jsonl").read_text().splitlines()]
-
-
-@torch.no_grad()
-def evaluate(policy, rows, args):
-    """Return the mean negative log-likelihood of the trained tokens of held-out examples."""
-    own = rows[dist.get_rank() :: dist.get_world_size()]
-    batch = collate(own or rows[:1], policy.model.device)  # every rank takes part
-    total, count = 0.0, 0
-    for part in microbatches(batch, torch.arange(len(own), device=policy.model.device), args.microbatch_tokens):
-        logprobs, _ = policy(part, 1.0)
-        loss, _ = completion_loss(logprobs, part["completion_mask"])
-        total += loss.item()
-        count += part["completion_mask"].sum().item()
-    total, count = all_reduce([total, count])
-    return {"eval/loss": total / count, "eval/perplexity": math.exp(min(total / count, 700.0))}
-
-
-def collate(rows, device):
-    """Return a batch of tensors: prompts padded on the left, completions padded on the right."""
-    prompt_ids, prompt_mask = pad_left(rows, device)
-    completion_ids, completion_mask = pad_right([row["completion_ids"] for row in rows], device)
-    return {
-        "prompt_ids": prompt_ids,
-        "prompt_mask": prompt_mask,
-        "completion_ids": completion_ids,
-        "completion_mask": completion_mask,
-        "lengths": prompt_mask.sum(1) + completion_mask.sum(1),
-        "live": torch.ones(len(rows), dtype=torch.bool, device=device),
-    }
-
-
-def pad_left(prompts, device):
-    """Pad the ids of prompts on the left; return ids and mask (B, P)."""
-    rows = [torch.tensor(prompt["prompt_ids"]) for prompt in prompts]
-    padded = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1, padding_side="left").to(device)
-    return padded.clamp(min=0), (padded >= 0).long()
-
-
-def pad_right(rows, device):
-    """Pad lists of ids on the right; return ids and mask (B, T)."""
-    rows = [torch.tensor(row) for row in rows]
-    padded = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1).to(device)
-    return padded.clamp(min=0), (padded >= 0).long()
-
-
-def microbatches(batch, rows, max_tokens):
-    """Yield the live rows, longest first, in parts of up to max_tokens including padding, or of a single row."""
-    live = rows[batch["live"][rows]]
-    rest = live[batch["lengths"][live].argsort(descending=True, stable=True)]
+def microbatches(examples, max_tokens):
+    """Split examples, longest first, into parts of up to max_tokens including padding, or of a single one."""
+    examples = sorted(examples, key=count_tokens, reverse=True)
     parts = []
-    while len(rest) > 0:
-        size = max(1, max_tokens // batch["lengths"][rest[0]].item())
-        parts.append(rest[:size])
-        rest = rest[size:]
-    # All ranks must make equally many passes, at least one. A filler is one row with all tokens masked, and no "rows".
-    num_parts = int(all_reduce(max(1, len(parts)), dist.ReduceOp.MAX))
-    for index in inner_bar(parts, "microbatches"):
-        yield {name: values[index] for name, values in batch.items()} | {"rows": index}
-    for _ in range(num_parts - len(parts)):
-        part = {name: values[:1] for name, values in batch.items()} | {"rows": rest}  # empty
-        part["completion_mask"] = torch.zeros_like(part["completion_mask"])
-        yield part
+    first = 0
+    while first < len(examples):
+        size = max(1, max_tokens // count_tokens(examples[first]))
+        parts.append(examples[first : first + size])
+        first += size
+    # FSDP needs equally many passes on all ranks, so those with fewer parts get empty ones.
+    num_parts = int(all_reduce(len(parts), dist.ReduceOp.MAX))
+    return parts + [[]] * (num_parts - len(parts))
+
+
+def count_tokens(example):
+    """Return how many tokens an example takes in a batch."""
+    return len(example["prompt_ids"]) + len(example["completion_ids"])
+
+
+def pad(rows, device):
+    """Pad lists of ids on the right; return ids and mask (B, T)."""
+    rows = [torch.tensor(row, device=device) for row in rows]
+    mask = [torch.ones_like(row) for row in rows]
+    return pad_sequence(rows, batch_first=True), pad_sequence(mask, batch_first=True)
+
+
+def mean_metrics(collected):
+    """Add each metric's (sum, count) over microbatches and ranks, and divide; skip those with count 0."""
+    totals = {}
+    for metrics in collected:
+        for name, pair in metrics.items():
+            totals[name] = totals.get(name, 0) + torch.tensor(pair, dtype=torch.float64)
+    pairs = all_reduce([pair.tolist() for pair in totals.values()])
+    return {name: total / count for name, (total, count) in zip(totals, pairs) if count > 0}
 
 
 def pick_rows(rows, start, count, seed):
     """Pick count rows from place start on of an endless order: all rows shuffled, all shuffled anew, and so on."""
-    order = []
-    for epoch in range(start // len(rows), (start + count - 1) // len(rows) + 1):
-        generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
-        order += torch.randperm(len(rows), generator=generator).tolist()
-    first = start % len(rows)
-    return [rows[i] for i in order[first : first + count]]
+    picked = []
+    while len(picked) < count:
+        epoch, first = divmod(start + len(picked), len(rows))
+        generator = torch.Generator().manual_seed(mix_seed(seed, epoch))
+        order = torch.randperm(len(rows), generator=generator).tolist()
+        picked += [rows[i] for i in order[first : first + count]]
+    return picked[:count]
+
+
+def mix_seed(*numbers):
+    """Return one seed for several numbers, such as seed, step and rank."""
+    mixed = 0
+    for number in numbers:
+        mixed = (mixed * 1_000_003 + number) % 2**63
+    return mixed
 
 
 def step_optimizer(policy, optimizer, learning_rate, max_grad_norm):
@@ -786,64 +818,59 @@ def step_optimizer(policy, optimizer, learning_rate, max_grad_norm):
     grad_norm = grad_norm.item()
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
-    policy.bad_gradients += 1  # unless this one is finite
-    if math.isfinite(grad_norm):
-        policy.bad_gradients = 0
-        if grad_norm > 0:  # without a gradient AdamW would continue in its last direction
-            optimizer.step()
+    if not math.isfinite(grad_norm):
+        tqdm.write(f"skipped an optimizer step, because the gradient norm was {grad_norm}")
+    elif grad_norm > 0:  # without a gradient AdamW would continue in its last direction
+        optimizer.step()
     optimizer.zero_grad()
-    if policy.bad_gradients == 3:
-        raise SystemExit(f"the gradient norm was {grad_norm} three times in a row: try a lower --learning-rate")
     return grad_norm
 
 
 def save(run_dir, policy, optimizer, tokenizer, step):
     """Write checkpoint/, a Hugging Face model, and then state/STEP, which --resume loads."""
-    rank, run_dir = dist.get_rank(), Path(run_dir)
+    run_dir = Path(run_dir)
     options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = dcp_state.get_model_state_dict(policy.model, options=options)  # only on rank 0
-    unfinished = run_dir / "state/unfinished"
-    if rank == 0:
+    if RANK == 0:
         merge_adapters(weights)
-        tied = policy.model.all_tied_weights_keys  # gathering made copies of them
+        tied = policy.model.all_tied_weights_keys  # names of weights that are other weights, too
         weights = {name: weight.float() for name, weight in weights.items() if name not in tied}
         policy.model.save_pretrained(run_dir / "checkpoint.new", state_dict=weights)
         tokenizer.save_pretrained(run_dir / "checkpoint.new")
         shutil.rmtree(run_dir / "checkpoint", ignore_errors=True)
         (run_dir / "checkpoint.new").rename(run_dir / "checkpoint")
-    fresh = isinstance(optimizer, torch.optim.Optimizer) and not optimizer.state  # ppo_rlhf.py has a list
     model, moments = dcp_state.get_state_dict(policy, optimizer)
-    if fresh:  # get_state_dict made an optimizer step with learning rate 0, to create the state: do not count it
-        for values in optimizer.state.values():
-            values["step"].zero_()
-    dcp.save({"model": model, "optimizer": moments}, checkpoint_id=unfinished)
-    if rank == 0:
-        unfinished.rename(run_dir / f"state/{step:08d}")  # last, so that a killed save does not count
+    dcp.save({"model": model, "optimizer": moments}, checkpoint_id=run_dir / "state/unfinished")
+    if RANK == 0:
+        # The last thing to do, so that a killed save does not count.
+        (run_dir / "state/unfinished").rename(run_dir / f"state/{step:08d}")
         for older in sorted(run_dir.glob("state/0*"))[:-1]:
-            shutil.rmtree(older, ignore_errors=True)
+            shutil.rmtree(older)
 
 
 def merge_adapters(weights):
     """Add the adapters among these weights to the weights of their layers."""
-    for name in [name for name in weights if name.endswith("lora_a.weight")]:
-        layer = name.removesuffix("lora_a.weight")
-        a, b = weights.pop(name), weights.pop(layer + "lora_b.weight")
-        weights[layer + "weight"] = weights[layer + "weight"] + b @ a * (LORA_ALPHA / len(a))
+    for name in list(weights):
+        if name.endswith("lora_a.weight"):
+            layer = name.removesuffix("lora_a.weight")
+            a, b = weights.pop(name), weights.pop(layer + "lora_b.weight")
+            weights[layer + "weight"] = weights[layer + "weight"] + b @ a * (LORA_ALPHA / len(a))
 
 
-def end_run(args, stops, handlers):
-    """Print the first and last evaluation and how to continue; after a signal exit with its code."""
-    if dist.get_rank() == 0:
-        evaluations = [row for row in read_metrics(args) if any(name.startswith("eval/") for name in row)]
+def end_run(args, stops):
+    """Print what the evaluations improved and how to continue; after a signal, exit with its code."""
+    if RANK == 0:
+        log = Path(args.run_dir, "metrics.jsonl").read_text().splitlines()
+        evaluations = [row for row in map(json.loads, log) if any(name.startswith("eval/") for name in row)]
         if len(evaluations) > 1:
             for name in evaluations[0]:
                 if name.startswith("eval/"):
                     print(f"{name.removeprefix('eval/')} {evaluations[0][name]:.3f} -> {evaluations[-1][name]:.3f}")
         if Path(args.run_dir, "checkpoint").exists():
             print(f"model: {args.run_dir}/checkpoint; to continue: --resume {args.run_dir} --num-steps N")
-    for signum, handler in handlers.items():
-        signal.signal(signum, handler)
     dist.destroy_process_group()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if stops:
         raise SystemExit(128 + stops[0])
 

@@ -53,8 +53,8 @@ def read_rows(tokenizer, device, count=16):
     """Return a batch of prompts and completions of the bundled task."""
     lines = (ROOT / "data" / "addition" / "sft.jsonl").read_text().splitlines()[:count]
     rows = [json.loads(line) for line in lines]
-    messages = [grpo.as_messages(row["prompt"], "") for row in rows]
-    prompts = [{"prompt_ids": grpo.encode_prompt(tokenizer, each)} for each in messages]
+    messages = [grpo.as_messages(row["prompt"], "user") for row in rows]
+    prompts = [{"prompt_ids": grpo.encode_prompt(tokenizer, each, None)} for each in messages]
     stop = [grpo.find_turn_end(tokenizer)]
     completions = [tokenizer(row["completion"], add_special_tokens=False)["input_ids"] + stop for row in rows]
     longest = max(map(len, completions))
@@ -69,7 +69,7 @@ def train(model, batch, kind, rate, steps, device):
     """Return the steps + 1 losses on the rows: before each step, and after the last."""
     loaded = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     args = grpo.Args(precision=kind.partition(",")[0])
-    policy = grpo.shard(grpo.LogprobModel(model), args, device)
+    policy = grpo.prepare_model(grpo.LogprobModel(model), args, device)
     for name, weight in policy.model.named_parameters():
         own = getattr(weight, "_local_tensor", weight).data
         if kind == KINDS[1]:
@@ -108,7 +108,7 @@ def table(results):
 
 def main(args):
     if not args.draw:
-        _, _, device = grpo.init_ranks()
+        device = grpo.init_ranks()
         tokenizer, rows = AutoTokenizer.from_pretrained(args.model), []
         batch = read_rows(tokenizer, device)
         for rate in args.rates:

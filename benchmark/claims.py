@@ -68,12 +68,7 @@ OF_LONG = f"{MANY} of long sums"  # on prompts with six to eight terms
 PASS = (1, 4, 16, 64, 256)
 
 FRESH = "the first minibatch alone"  # every optimizer step then has its own rollout
-ONE_MINIBATCH = [
-    (
-        "first_epoch = minibatches[:minibatches_per_epoch]  # every completion once",
-        "first_epoch = minibatches = minibatches[:1]",
-    )
-]
+ONE_MINIBATCH = [(".split(rank_minibatch_size)", ".split(rank_minibatch_size)[:1]")]
 DELAYS = (1, 4, 16)
 
 
@@ -109,7 +104,10 @@ PATCHES = {
     FRESH: ONE_MINIBATCH,
     **{f"sampled {delay} steps ago": ONE_MINIBATCH + sampled_before(delay) for delay in DELAYS},
     "random rewards": [
-        ("torch.tensor(compute_rewards(texts, prompts), ", "torch.tensor((torch.rand(len(texts)) < 0.5).tolist(), ")
+        (
+            "        rewards = check_rewards(score_completions(texts, prompts), texts)\n        rewards = torch",
+            "        rewards = (torch.rand(len(texts)) < 0.5).tolist()\n        rewards = torch",
+        )
     ],
     "from step 31 on measured, not trained": [
         ("args.group_size, args.baseline)", 'args.group_size, args.baseline if step > 30 else "leave_one_out")'),
@@ -714,32 +712,35 @@ def observe(script, patch, flags):
     sys.path[:0] = [os.getcwd(), str(ROOT)]
     module = importlib.import_module(script)
     args = parse(module, *flags)
-    plain, tokenizer = getattr(module, "step_metrics", None), AutoTokenizer.from_pretrained(args.model)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
     plus, dot, think = tokenizer.convert_tokens_to_ids(["+", ".", "<think>"])
+    plain, plain_mean = getattr(module, "rollout_metrics", None), module.mean_metrics
 
-    def step_metrics(totals, divisor, batch, *group_size):
-        metrics, right = plain(totals, divisor, batch, *group_size), batch["rewards"] > 0.5
-        metrics["observed/completions"] = len(right)
-        if not group_size:  # ppo_rlhf.py has no groups
+    def rollout_metrics(batch, *given):
+        metrics, mask = plain(batch, *given), batch["completion_mask"].bool()
+        metrics["observed/completions"] = (len(mask), 1)
+        if not given:  # ppo_rlhf.py has no groups
             return metrics
-        mask, groups = batch["completion_mask"].bool(), right.view(-1, *group_size)
+        rewards, group_size = given
+        right = rewards > 0.5
+        groups = right.view(-1, group_size)
         terms = 1 + (batch["prompt_ids"] == plus).sum(1)
-        dots = (mask & (batch["completion_ids"] == dot)).sum(1).float()
-        for name, values in (("length", mask.sum(1).float()), ("dots", dots)):
-            for kind, rows in (("right", right), ("wrong", ~right)):
-                if rows.any():
-                    metrics[f"observed/{name}_{kind}"] = values[rows].mean().item()
         found = {"works": batch["completion_ids"][:, 0] == think}
         found |= {"all_right": groups.all(1), "all_wrong": ~groups.any(1)}
-        for kind, rows in (("few", terms <= 5), ("many", terms > 5)):
-            if rows.any():
-                metrics[f"observed/reward_{kind}"] = batch["rewards"][rows].mean().item()
-        clipped = [metrics.get(f"policy/clip_fraction_{side}", 0.0) for side in ("low", "high")]
-        metrics |= {f"observed/{name}": value.float().mean().item() for name, value in found.items()}
-        return metrics | {"observed/clipped": sum(clipped)}
+        for name, values in (("length", mask.sum(1)), ("dots", (mask & (batch["completion_ids"] == dot)).sum(1))):
+            found |= {f"{name}_right": values[right], f"{name}_wrong": values[~right]}
+        found |= {"reward_few": rewards[terms <= 5], "reward_many": rewards[terms > 5]}
+        return metrics | {f"observed/{name}": (values.sum(), len(values)) for name, values in found.items()}
+
+    def mean_metrics(collected):
+        metrics = plain_mean(collected)
+        if "observed/works" in metrics:  # not those of an evaluation
+            clipped = [metrics.get(f"policy/clip_fraction_{side}", 0.0) for side in ("low", "high")]
+            metrics["observed/clipped"] = sum(clipped)
+        return metrics
 
     if script != "dpo":  # dpo.py has no completions
-        module.step_metrics = step_metrics
+        module.rollout_metrics, module.mean_metrics = rollout_metrics, mean_metrics
     torch.set_num_threads(1)
     signal = watch_gradients(module)
     module.main(args)

@@ -29,27 +29,29 @@ UNCHANGED = "unchanged"
 # 5 is <|end|>, the stop token of models/tiny.
 MASK = '            part["completion_mask"],\n            args.clip_eps'
 NO_STOP = (MASK, MASK.replace("],\n", '] * (part["completion_ids"] != 5),\n'))
-SUM_OF_TOKENS = "loss = torch.where(mask, token_loss, 0.0).sum()"
-MEANS_OF_COMPLETIONS = "loss = (torch.where(mask, token_loss, 0.0).sum(1) / mask.sum(1).clamp(min=1)).sum()"
-PER_COMPLETION = "divisors.append(args.minibatch_size)  # a mean over completions"
-PER_TOKEN = 'divisors.append(max(1, all_reduce(batch["completion_mask"][rows].sum())))'
-NO_STOP_ID = ("return prompt_ids, completion_ids[: place + 1]", "return prompt_ids, completion_ids[:place]")
+SUM_OF_TOKENS = "loss = torch.where(mask, weight * token_loss, 0.0).sum()"
+MEANS_OF_COMPLETIONS = "loss = (torch.where(mask, weight * token_loss, 0.0).sum(1) / mask.sum(1).clamp(min=1)).sum()"
+TOKENS = 'all_reduce(batch["completion_mask"][indices].sum().item())'
+SPLIT = "minibatches = torch.cat(epochs).split(rank_minibatch_size)"
+NO_STOP_ID = ("completion_ids[: completion_ids.index(stop_id) + 1]", "completion_ids[: completion_ids.index(stop_id)]")
+MICROBATCHES = "microbatches(batch, indices, args.microbatch_tokens)"
 MEANS_OF_MICROBATCHES = [
     (
-        "totals = Counter()\n    for part in microbatches(batch, rows, args.microbatch_tokens):",
-        "totals = Counter()\n    parts = [*microbatches(batch, rows, args.microbatch_tokens)]\n    for part in parts:",
+        f"collected = []\n    for part in {MICROBATCHES}:",
+        f"collected = []\n    parts = [*{MICROBATCHES}]\n    for part in parts:",
     ),
     ("(loss / divisor).backward()", '(loss / part["completion_mask"].sum() / len(parts)).backward()'),
 ]
 OLD_OF_SAMPLER = [
-    ("lookup_logprobs(policy, batch, first_epoch[1:], args)", 'batch["sampler_logprobs"]'),
-    ("if on_policy:", "if False:"),
+    ("compute_logprobs(policy, batch, needed, args)", 'batch["sampler_logprobs"]'),
+    ("if is_first:", "if False:"),
 ]
 CENTRED = "advantages = groups - groups.mean(1, keepdim=True)"
-VALUES = "values = (self.critic(batch) - self.score_mean) / self.score_std"
-PPO_BACKWARD = "        ((loss + error) / divisor).backward()"
+WHITENED = 'batch["advantages"] = whiten(advantages, mask)'
+VALUES = "return self.normalise(self.critic(batch))"
+PPO_BACKWARD = "        ((actor_loss + critic_loss) / divisor).backward()"
 NO_TOOL = ('reply = tool_fn(text) or ""', 'reply = ""')
-NO_SAMPLER = ('part["sampler_logprobs"],', "None,")
+NO_SAMPLER = ('part["sampler_logprobs"],', 'part["old_logprobs"],')  # the weight is then 1
 TOOL_TRAINED = [
     ('part["action_mask"] * part["completion_mask"]', 'part["completion_mask"]'),
     NO_SAMPLER,  # the tool's reply has no log-probabilities of the sampler
@@ -64,14 +66,15 @@ DETAILS = {
         "one mean over all tokens": (
             "",
             [
-                ("(torch.where(mask, token_loss, 0.0).sum(1) / lengths).sum()", SUM_OF_TOKENS[7:]),
-                ("(weight * token_kl / lengths.unsqueeze(1)).sum()", "(weight * token_kl).sum()"),
-                (PER_COMPLETION, PER_TOKEN),
+                ("(token_loss.sum(1) / lengths).sum()", "token_loss.sum()"),
+                # also the tokens of completions that are left out
+                (SPLIT, f"{SPLIT}\n        divisors = [{TOKENS} / WORLD_SIZE for indices in minibatches]"),
+                ("divisor = rank_minibatch_size", "divisor = divisors[update]"),
             ],
         ),
         "no KL term": ("--kl-coef 0", []),
-        "KL term with the wrong sign": ("", [("loss = loss + kl_coef * kl", "loss = loss - kl_coef * kl")]),
-        "std with ddof 0": ("", [("keepdim=True, correction=min(1, group_size - 1)", "keepdim=True, correction=0")]),
+        "KL term with the wrong sign": ("", [("token_loss + kl_coef * ref_kl", "token_loss - kl_coef * ref_kl")]),
+        "std with ddof 0": ("", [("groups.std(1, keepdim=True)", "groups.std(1, keepdim=True, correction=0)")]),
         "unchanged, --temperature 0.7": ("--temperature 0.7", []),
         "--temperature 0.7, log-probabilities at 1": (
             "--temperature 0.7",
@@ -100,8 +103,8 @@ DETAILS = {
             "",
             [
                 (
-                    'part["completion_mask"],\n            part["sampler_logprobs"]',
-                    'part["completion_mask"] * (part["completion_ids"] != 5),\n            part["sampler_logprobs"]',
+                    'part["completion_mask"],\n            args.sampler_weight_cap',
+                    'part["completion_mask"] * (part["completion_ids"] != 5),\n            args.sampler_weight_cap',
                 )
             ],
         ),
@@ -141,30 +144,27 @@ DETAILS = {
             "",
             [
                 (f"{SUM_OF_TOKENS}\n", f"{MEANS_OF_COMPLETIONS}\n"),
-                (f"{PER_TOKEN}  # a mean over tokens", PER_COMPLETION),
+                (TOKENS, "args.minibatch_size"),
             ],
         ),
         "mean of the microbatches' means": ("", MEANS_OF_MICROBATCHES),
         "no length penalty (--overlong-buffer 0)": ("--overlong-buffer 0", []),
-        "rewards 0 and 1": ("", [('2 * batch["rewards"] - 1 + penalty', 'batch["rewards"] + penalty')]),
+        "rewards 0 and 1": ("", [("2 * rewards - 1 + penalty", "rewards + penalty")]),
     },
     "gspo": {
         UNCHANGED: ("", []),
         "ratio per token, same clip range": (
             "",
             [
-                (
-                    "lengths = mask.sum(1).clamp(min=1)  # (B,)\n",
-                    "lengths = mask.sum(1).clamp(min=1)  # (B,)\n    advantages = advantages.unsqueeze(1)\n",
-                ),
+                ("    ratio = (log", "    advantages = advantages.unsqueeze(1)\n    ratio = (log"),
                 ("ratio = (log_ratio.sum(1) / lengths).exp()", "ratio = log_ratio.exp()"),
-                ("weight = (log_weight.sum(1) / lengths).exp()", "weight = log_weight.exp()"),
+                ("weight = (sampler_log_ratio.sum(1) / lengths).exp()", "weight = sampler_log_ratio.exp()"),
                 (
-                    "torch.where(mask.any(1), sequence_loss, 0.0).sum()",
-                    "(torch.where(mask, sequence_loss, 0.0).sum(1) / lengths).sum()",
+                    "torch.where(mask.any(1), weight * sequence_loss, 0.0).sum()",
+                    "(torch.where(mask, weight * sequence_loss, 0.0).sum(1) / lengths).sum()",
                 ),
-                ("lengths * ((ratio <", "mask * ((ratio <"),
-                ("lengths * ((ratio >", "mask * ((ratio >"),
+                ("lengths * clipped_low", "mask * clipped_low"),
+                ("lengths * clipped_high", "mask * clipped_high"),
             ],
         ),
         "product of the ratios": (
@@ -183,13 +183,13 @@ DETAILS = {
             [
                 (
                     "logprobs.sum(1).view(2, -1)",
-                    '(logprobs.sum(1) / flat["completion_mask"].sum(1).clamp(min=1)).view(2, -1)',
+                    "(logprobs.sum(1) / logprobs.new_tensor([len(ids) for ids in chosen + rejected])).view(2, -1)",
                 )
             ],
         ),
         "no reference": (
             "",
-            [('part["ref_logprobs"][: len(part["rows"])]', '(0.0 * part["ref_logprobs"][: len(part["rows"])])')],
+            [("ref_logprobs = chosen_logprobs.new_tensor", "ref_logprobs = 0.0 * chosen_logprobs.new_tensor")],
         ),
         "stop token not appended": (
             "",
@@ -202,30 +202,30 @@ DETAILS = {
         UNCHANGED: ("", []),
         "advantages not whitened": (
             "",
-            [('batch["advantages"] = whiten(advantages, mask)', 'batch["advantages"] = advantages')],
+            [(WHITENED, 'batch["advantages"] = advantages')],
         ),
         "value targets from whitened advantages": (
             "",
-            [('batch["returns"] = returns', 'batch["returns"] = batch["advantages"] + batch["old_values"]')],
+            [(WHITENED, f'{WHITENED}\n    batch["returns"] = batch["advantages"] + batch["old_values"]')],
         ),
         "value model from the policy, new head": (
             "",
             [
                 (
-                    "load_reward_model(scorer, scorer_tokenizer, args.lora_rank, new_head=not has_reward_model)",
-                    "load_reward_model(args.model, tokenizer, args.lora_rank)",
+                    "value_model = load_reward_model(args.reward_model, new_head=False)",
+                    "torch.manual_seed(args.seed)\n        value_model = load_reward_model(args.model)",
                 ),
-                (VALUES, "values = self.critic(batch)"),
+                (VALUES, "return self.critic(batch)"),
             ],
         ),
         "KL in the loss": (
             "",
             [
-                ("ref_logprobs, mask, args.kl_coef)", "ref_logprobs, mask, 0.0)"),
+                ('batch.get("ref_logprobs"), mask, args.kl_coef)', 'batch.get("ref_logprobs"), mask, 0.0)'),
                 (
                     PPO_BACKWARD,
                     '        log_ratio = part["ref_logprobs"] - logprobs  # masked positions are 0 in both\n'
-                    f"        loss = loss + args.kl_coef * (log_ratio.exp() - log_ratio - 1).sum()\n{PPO_BACKWARD}",
+                    f"        actor_loss = actor_loss + args.kl_coef * k3(log_ratio).sum()\n{PPO_BACKWARD}",
                 ),
             ],
         ),
@@ -233,13 +233,21 @@ DETAILS = {
             "",
             [
                 ("policy.score_mean.fill_(mean)", "policy.score_mean.fill_(0.0 * mean)"),
-                ("policy.score_std.fill_(max(variance**0.5, 1e-6))", "policy.score_std.fill_(1.0)"),
+                ("policy.score_std.fill_(max(math.sqrt(variance), 1e-6))", "policy.score_std.fill_(1.0)"),
             ],
         ),
         "--gae-lambda 1": ("--gae-lambda 1", []),
         "no clipping of values": ("--value-clip-eps 1000", []),
         "--missing-stop-penalty 0": ("--missing-stop-penalty 0", []),
-        "stop token not trained": ("", [NO_STOP]),
+        "stop token not trained": (
+            "",
+            [
+                (
+                    "            mask,\n            args.clip",
+                    '            mask * (part["completion_ids"] != 5),\n            args.clip',
+                )
+            ],
+        ),
     },
     "reward_model": {
         UNCHANGED: ("", []),
@@ -247,16 +255,14 @@ DETAILS = {
         "score read one token before the last": (
             "",
             [
-                (
-                    "last = hidden[torch.arange(len(hidden), device=hidden.device), lengths - 1]",
-                    "last = hidden[torch.arange(len(hidden), device=hidden.device), lengths - 2]",
-                ),
-                ("if not abs(ours - theirs) < 0.01:", "if False:"),  # the script's own check would stop the run
+                ("hidden[rows, lengths - 1]", "hidden[rows, lengths - 2]"),
+                # The script's own check would stop the run.
+                ("if not torch.allclose(score, expected, atol=0.01):", "if False:"),
             ],
         ),
         "score read at the last column, padding or not": (
             "",
-            [("last = hidden[torch.arange(len(hidden), device=hidden.device), lengths - 1]", "last = hidden[:, -1]")],
+            [("hidden[rows, lengths - 1]", "hidden[:, -1]")],
         ),
         "scalar head with std 1": ("", [("std=1 / math.sqrt(model.score.in_features + 1)", "std=1.0")]),
         "constant learning rate": ("", [("factor = 0.5 * (1 + math.cos(math.pi * max(0.0, decay)))", "factor = 1.0")]),
@@ -267,20 +273,22 @@ DETAILS = {
         "prompt trained too": (
             "",
             [
+                ('row["prompt_ids"] for row', 'row["prompt_ids"][:1] for row'),
+                ('row["completion_ids"] for row', '(row["prompt_ids"] + row["completion_ids"])[1:] for row'),
                 (
-                    '{"prompt_ids": prompt_ids, "completion_ids": completion_ids}',
-                    '{"prompt_ids": prompt_ids[:1], "completion_ids": prompt_ids[1:] + completion_ids}',
-                )
+                    'len(example["completion_ids"]) for',
+                    'len((example["prompt_ids"] + example["completion_ids"])[1:]) for',
+                ),
             ],
         ),
         "mean of the rows' means": (
             "",
             [
                 (
-                    "-torch.where(loss_mask.bool(), logprobs, 0.0).sum()",
-                    "-(torch.where(loss_mask.bool(), logprobs, 0.0).sum(1) / loss_mask.sum(1).clamp(min=1)).sum()",
+                    "-torch.where(mask, logprobs, 0.0).sum()",
+                    "-(torch.where(mask, logprobs, 0.0).sum(1) / mask.sum(1).clamp(min=1)).sum()",
                 ),
-                ('sum(len(row["completion_ids"]) for row in picked)', "len(picked)"),
+                ('sum(len(example["completion_ids"]) for example in examples)', "len(examples)"),
             ],
         ),
     },
@@ -290,8 +298,8 @@ DETAILS = {
             "",
             [
                 (
-                    "-weight * clipped_ratio * advantages * logprobs",
-                    "-weight * torch.min(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)",
+                    "-clipped_ratio * advantages * logprobs",
+                    "-torch.min(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)",
                 )
             ],
         ),
@@ -302,7 +310,7 @@ DETAILS = {
             "",
             [
                 (f"{SUM_OF_TOKENS}\n", f"{MEANS_OF_COMPLETIONS}\n"),
-                (f"{PER_TOKEN}  # a mean over tokens", PER_COMPLETION),
+                (TOKENS, "args.minibatch_size"),
             ],
         ),
     },
@@ -479,7 +487,7 @@ def accuracy_by_kind(checkpoint):
     args, tokenizer = parse(reward_model, "--model", checkpoint), AutoTokenizer.from_pretrained(checkpoint)
     _, pairs = reward_model.load_pairs(args, tokenizer)
     rows = [json.loads(line) for line in Path(args.dataset, "test.jsonl").read_text().splitlines()]
-    policy = reward_model.ScoreModel(reward_model.load_reward_model(checkpoint, tokenizer, new_head=False))
+    policy = reward_model.ScoreModel(reward_model.load_reward_model(checkpoint, new_head=False))
     found = {}
     for kind in sorted({row["kind"] for row in rows}):
         some = [pair for row, pair in zip(rows, pairs, strict=True) if row["kind"] == kind]
@@ -497,9 +505,9 @@ def held_out_pairs(checkpoint):
     args, tokenizer = parse(dpo), AutoTokenizer.from_pretrained(checkpoint)
     _, pairs = dpo.load_pairs(args, tokenizer)
     policy, ref = (dpo.LogprobModel(dpo.load_model(name, tokenizer)) for name in (checkpoint, args.model))
-    for pair, logprobs in zip(pairs, dpo.look_up_pairs(ref, pairs, args).T.tolist()):
+    for pair, logprobs in zip(pairs, dpo.look_up_pairs(ref, pairs, args)):
         pair["ref_logprobs"] = logprobs
-    found = dpo.evaluate_pairs(policy, pairs, args)
+    found = dpo.evaluate(policy, pairs, args)
     names = {
         "pair accuracy": "accuracy",
         "chosen log ratio": "chosen_log_ratio",

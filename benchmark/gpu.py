@@ -104,7 +104,7 @@ def check_numbers(job):
     torch.manual_seed(1)
     ids, mask = make_prompts(8, device)
     with grpo.gathered(policy) as sampler:
-        sampled = grpo.generate(sampler, ids, mask, size["tokens"], 1.0, [], 0, with_logprobs=True)
+        sampled = grpo.generate(sampler, ids, mask, size["tokens"], 1.0, [])
     with torch.no_grad():
         batch = make_batch(ids, mask, *sampled)
         logprobs, _ = policy(batch, 1.0)
@@ -131,7 +131,7 @@ def check_greedy(grpo, policy, ids, mask, tokens):
     import torch
 
     with torch.no_grad(), grpo.gathered(policy) as sampler:
-        completions = grpo.generate(sampler, ids, mask, tokens, 0.0, [], 0)[0]
+        completions = grpo.generate(sampler, ids, mask, tokens, 0.0, [])[0]
         whole = torch.cat([mask, torch.ones_like(completions)], 1)
         positions = (whole.cumsum(1) - 1).clamp(min=0)
         output = sampler(
@@ -154,19 +154,18 @@ def check_learning(grpo, policy, ids, mask, sampled, tokens):
     import torch
 
     batch = make_batch(ids, mask, *(tensor[:, :tokens] for tensor in sampled))
-    batch["lengths"] = mask.sum(1) + batch["completion_mask"].sum(1)
     batch["advantages"] = torch.ones(len(ids), device=ids.device)
-    batch["live"] = batch["advantages"] != 0
+    batch["indices"] = torch.arange(len(ids), device=ids.device)
     args = grpo.Args(kl_coef=0.0)
-    rows, means = torch.arange(len(ids), device=ids.device), []
+    rows, means = batch["indices"], []
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     for _ in range(4):
-        batch["old_logprobs"] = grpo.lookup_logprobs(policy, batch, [rows], args)
+        batch["old_logprobs"] = grpo.compute_logprobs(policy, batch, [rows], args)
         means.append(batch["old_logprobs"].mean().item())
         grpo.accumulate_gradients(policy, batch, rows, len(ids), True, args)
         norm = grpo.step_optimizer(policy, optimizer, 1e-4 if ids.is_cuda else 1e-3, 1.0)
         yield "gradient norm", norm, "positive", 0 < norm < float("inf")
-    means.append(grpo.lookup_logprobs(policy, batch, [rows], args).mean().item())
+    means.append(grpo.compute_logprobs(policy, batch, [rows], args).mean().item())
     yield "mean log-probability of the completions before four optimizer steps", means[0], "", None
     yield "... after these steps", means[-1], "higher", means[-1] > means[0]
 
@@ -176,7 +175,7 @@ def check_bfloat16(job):
     from transformers import AutoTokenizer
 
     bfloat16, grpo = importlib.import_module("bfloat16"), importlib.import_module("grpo")
-    _, _, device = grpo.init_ranks()
+    device = grpo.init_ranks()
     tokenizer, falls = AutoTokenizer.from_pretrained(job["model"]), {}
     for kind in (bfloat16.KINDS[0], bfloat16.KINDS[1], bfloat16.KINDS[3]):
         model = grpo.load_model(job["model"], tokenizer)
@@ -264,7 +263,7 @@ def time_rollout(job):
 
         def ours(tokens, ids=ids, mask=mask):
             with grpo.gathered(policy) as sampler:
-                grpo.generate(sampler, ids, mask, tokens, 1.0, [], 0, with_logprobs=True)
+                grpo.generate(sampler, ids, mask, tokens, 1.0, [])
 
         seconds, peak = timed(ours, size["tokens"], device)
         rates[rows] = rows * size["tokens"] / seconds
@@ -474,9 +473,9 @@ def build(job, trained=True):
     from transformers import AutoTokenizer
 
     grpo = importlib.import_module("grpo")
-    _, _, device = grpo.init_ranks()
+    device = grpo.init_ranks()
     model = grpo.load_model(job["model"], AutoTokenizer.from_pretrained(job["model"])).requires_grad_(trained)
-    return grpo.shard(grpo.LogprobModel(model), grpo.Args(precision="bfloat16"), device), device
+    return grpo.prepare_model(grpo.LogprobModel(model), grpo.Args(precision="bfloat16"), device), device
 
 
 def make_prompts(rows, device, copies=1):

@@ -295,7 +295,7 @@ def looks_of(rows):
 
 def pass_at(checkpoint, seed, num_prompts=100, num_samples=16):
     """{"eval/pass@k": of that many samples a prompt}, without bias (Chen et al. 2021, eq. 1)."""
-    _, _, device = grpo.init_ranks()
+    device = grpo.init_ranks()
     args = grpo.Args(
         model=checkpoint,
         dataset=str(ROOT / MAWPS),
@@ -307,7 +307,7 @@ def pass_at(checkpoint, seed, num_prompts=100, num_samples=16):
     )
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     _, prompts = grpo.load_prompts(args, tokenizer)
-    policy = grpo.shard(grpo.LogprobModel(grpo.load_model(checkpoint, tokenizer)), args, device)
+    policy = grpo.prepare_model(grpo.LogprobModel(grpo.load_model(checkpoint, tokenizer)), args, device)
     torch.manual_seed(seed)
     repeated = [prompt for prompt in prompts for _ in range(num_samples)]
     _, texts = grpo.sample_completions(policy, tokenizer, repeated, 1.0, args)

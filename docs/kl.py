@@ -155,24 +155,24 @@ def mean_and_std(policy, coefficients):
 
 # ---- training: runs of grpo.py with one changed line of policy_loss
 
-KL_LINE, SUM_LINE = "kl = (weight * token_kl / lengths.unsqueeze(1)).sum()", "loss = loss + kl_coef * kl"
+KL_LINE = "token_loss = token_loss + kl_coef * ref_kl"
 EDITS = {
-    "k3, unchanged": (KL_LINE, KL_LINE),
-    "k2": (KL_LINE, "kl = (weight * ref_log_ratio**2 / 2 / lengths.unsqueeze(1)).sum()"),
-    "ratio · k3": (KL_LINE, "kl = (weight * ratio * token_kl / lengths.unsqueeze(1)).sum()"),
-    "wrong sign": (SUM_LINE, "loss = loss - kl_coef * kl"),
-    "none": (SUM_LINE, "loss = loss + 0 * kl"),
+    "k3, unchanged": KL_LINE,
+    "k2": "token_loss = token_loss + kl_coef * torch.where(mask, ref_logprobs - logprobs, 0.0) ** 2 / 2",
+    "ratio · k3": "token_loss = token_loss + kl_coef * ratio * ref_kl",
+    "wrong sign": "token_loss = token_loss - kl_coef * ref_kl",
+    "none": "token_loss = token_loss + 0 * ref_kl",
 }
 RUNS = [(0.04, name) for name in ("k3, unchanged", "k2", "wrong sign", "none")]
 RUNS += [(0.4, name) for name in ("k3, unchanged", "k2", "ratio · k3", "wrong sign")]
 POLICY_LOSS = inspect.getsource(grpo.policy_loss)
 
 
-def edit_policy_loss(old, new):
-    """Replace a line of grpo.policy_loss in this process."""
-    if POLICY_LOSS.count(old) != 1:
-        raise SystemExit(f"policy_loss of grpo.py does not have the line {old}")
-    exec(POLICY_LOSS.replace(old, new), vars(grpo))
+def edit_policy_loss(name):
+    """Replace the KL term of grpo.policy_loss in this process by the one of this name."""
+    if POLICY_LOSS.count(KL_LINE) != 1:
+        raise SystemExit(f"policy_loss of grpo.py does not have the line {KL_LINE}")
+    exec(POLICY_LOSS.replace(KL_LINE, EDITS[name]), vars(grpo))
 
 
 def train(runs=RUNS, path=RESULTS, **settings):
@@ -182,7 +182,7 @@ def train(runs=RUNS, path=RESULTS, **settings):
     head += "| nats per completion | length |\n|---|---|---|---|---|---|---|\n"
     path.write_text(head, encoding="utf-8")
     for kl_coef, name in runs:
-        edit_policy_loss(*EDITS[name])
+        edit_policy_loss(name)
         with tempfile.TemporaryDirectory() as folder:
             with contextlib.redirect_stdout(sys.stderr):
                 grpo.main(parse(grpo, kl_coef=kl_coef, run_dir=f"{folder}/run", **settings))

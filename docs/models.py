@@ -19,16 +19,20 @@ small random model on a CPU, and compares padded batches with a forward pass of 
 log-probabilities, gradients, and samples of groups in which rows finish at different times. Sparse attention
 (`index_topk`) is tested only on sequences that are short enough for it to keep all tokens.
 
-Other architectures may work as well. At the start, every script that samples also checks the model: it compares the
-log-probabilities of sampling and of training on short completions of prefixes of the first prompt. It stops with an
-error if they differ. Models that transformers cannot load as a causal language model (Qwen2.5-VL) are refused. If a
-model also reads images (Gemma 3, Qwen3.5), the script trains and saves only its language model, and says so.
+Other architectures may work as well. At the start, `dpo.py` and `sft.py` compare their log-probabilities with the
+model's own, and refuse an LM head that they do not support. The scripts that sample log `policy/sampler_kl`, the
+divergence between sampling and training, and stop after a step in which it exceeds 0.5 per token. Look at it in the
+first steps of a new architecture: it should be below 0.001. transformers refuses models that it cannot load as a causal
+language model (Qwen2.5-VL). Of some models that also read images (Qwen3.5), only the language model is trained and
+saved.
 
 Not supported: LoRA adapter folders (merge them into their model first), quantized checkpoints, training the vision part
 of a model, and a reward model whose tokenizer differs from the policy's.
 
 Some models have limits:
 
+- `deepseek_v4` does not ignore padding, so its samples have wrong log-probabilities (`policy/sampler_kl` is 0.01 for a
+  small random model).
 - `zamba` and `zamba2`, whose blocks share weights, train in float32 on one process only, and are not tested.
 - `biogpt` and `ctrl` do not name their blocks, so no part of them can compute in bfloat16. Use `--precision float32`.
 - `--lora-rank` adds adapters only to linear layers. Fused expert weights and the layers of GPT-2 get no adapters, and a
@@ -39,9 +43,10 @@ has none for """
 REFUSAL = """
 ## Refused
 
-For these models, the comparison of sampling and training at the start ends the run. Most of them have a cache that
-sampling cannot use, because sampling pads the prompts of a batch, shares a prompt within a group, and removes finished
-rows from the batch. The others have an LM head or a base model that the scripts do not support.
+These models end in an error. Most of them have a cache that sampling cannot use, because sampling pads the prompts of a
+batch, shares a prompt within a group, and removes finished rows from the batch. The others have an LM head or a base
+model that the scripts do not support; with an unsupported head, the scripts that sample do not stop at the start, but
+after the first step in which `policy/sampler_kl` exceeds 0.5.
 
 | architecture | error message contains |
 |---|---|"""

@@ -1,4 +1,4 @@
-"""Tests that each script's diff against grpo.py stays small, and that the page with the diffs is up to date."""
+"""Tests that each script's diff against grpo.py stays small, and that the page with the tables is up to date."""
 
 import subprocess
 
@@ -7,10 +7,10 @@ import side_by_side
 from sync_copies import MARKER, ROOT
 
 # {script: (maximum lines added, maximum lines removed)} above the line. These are alarms, not goals.
-BUDGETS = {"dr_grpo": (40, 50), "gspo": (41, 57), "dapo": (105, 63), "reinforce": (54, 104)}
-BUDGETS |= {"cispo": (34, 52), "grpo_process": (113, 30), "grpo_tools": (130, 51)}
+BUDGETS = {"dr_grpo": (43, 54), "gspo": (46, 63), "dapo": (111, 71), "reinforce": (54, 112)}
+BUDGETS |= {"cispo": (39, 58), "grpo_process": (118, 30), "grpo_tools": (115, 51)}
 # PPO also has a value model and a reward model. DPO has a reference model, and the reward model returns scores.
-MORE_BUDGETS = {("grpo", "ppo_rlhf"): (250, 98), ("reward_model", "dpo"): (92, 52)}
+MORE_BUDGETS = {("grpo", "ppo_rlhf"): (250, 132), ("reward_model", "dpo"): (92, 70)}
 ALL_BUDGETS = {("grpo", script): budget for script, budget in BUDGETS.items()} | MORE_BUDGETS
 
 
@@ -27,15 +27,3 @@ def test_diff_above_the_line_stays_within_its_budget(before, after, tmp_path):
 
 def test_page_is_what_its_command_makes():
     assert side_by_side.PATH.read_text(encoding="utf-8") == side_by_side.render()
-
-
-@pytest.mark.parametrize("script", BUDGETS)
-def test_page_shows_every_changed_line_of_code(script):
-    before, after = ([line for _, line in side_by_side.code_lines(name)] for name in ("grpo", script))
-    for _, diff in side_by_side.code_hunks(script):
-        old = [line[2:] for line in diff if line[0] != "+"]
-        new = [line[2:] for line in diff if line[0] != "-"]
-        places = [i for i in range(len(before)) if before[i : i + len(old)] == old]
-        assert len(places) == 1
-        before[places[0] : places[0] + len(old)] = new
-    assert before == after

@@ -11,9 +11,9 @@ import claims
 import forks as benchmark
 import pytest
 import torch
-from helpers import TEMPERATURE, VOCAB_SIZE, enumerate_rows, gradient_of, read_oracle, tensor
+from helpers import TEMPERATURE, VOCAB_SIZE, WITHOUT_KL, enumerate_rows, gradient_of, policy_loss, read_oracle, tensor
 from sync_copies import MARKER
-from tiny import ROOT, build_model, load_module, parse, read_jsonl, record, relative_error, write_jsonl
+from tiny import ROOT, add_pairs, build_model, load_module, parse, read_jsonl, record, relative_error, write_jsonl
 
 import dpo
 import grpo
@@ -64,6 +64,13 @@ def forks(folder):
 # ---- losses by hand and exact gradients; each check must fail on the wrong versions below
 
 
+def loss_of(fork, logprobs, old_logprobs, advantages, mask, **settings):
+    """Return a fork's policy_loss without a reference, and its metrics as pairs of floats."""
+    inputs = {"logprobs": logprobs, "old_logprobs": old_logprobs, "advantages": advantages, "completion_mask": mask}
+    loss, metrics = policy_loss(fork, inputs | WITHOUT_KL, **settings)
+    return loss, add_pairs([metrics])
+
+
 def check_maxrl(fork, model, rows):
     """The groups of four have one, three, none and all right. Over all groups of three, it is log p to second order."""
     rewards = tensor([1, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1, 1])
@@ -81,7 +88,7 @@ def check_maxrl(fork, model, rows):
     # The loss is linear in advantages. Multiply by the lengths, because it is a mean over each completion.
     advantages = torch.where(right, mean[1], mean[0]) * rows["probabilities"].detach() * rows["lengths"]
     logprobs, _ = fork.token_logprobs(model, *rows["inputs"], TEMPERATURE)
-    loss, _ = fork.policy_loss(logprobs, logprobs.detach(), None, advantages, rows["mask"], 0.2, 0.0)
+    loss, _ = loss_of(fork, logprobs, logprobs.detach(), advantages, rows["mask"])
     assert relative_error(gradient_of(model, loss), -exact) < 1e-9
 
 
@@ -91,16 +98,16 @@ def check_dppo(fork, model, rows):
     old = tensor([[0.2, 0.2, 0.6, 0.1], [0.5, 0.010, 0.3, 0.1]])  # the last column is padding
     mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 0]])
     logprobs = new.log().requires_grad_()
-    loss, metrics = fork.policy_loss(logprobs, old.log(), None, tensor([2.0, -1.0]), mask, 0.15, 0.0)
+    loss, metrics = loss_of(fork, logprobs, old.log(), tensor([2.0, -1.0]), mask, clip_eps=0.15)
     loss.backward()
     assert loss.item() == pytest.approx(-2 * (1.5 + 0.5) / 3 + (0.5 + 2.0) / 3, rel=1e-12)
     expected = tensor([[-2 * 1.5, 0.0, -2 * 0.5, 0.0], [0.0, 0.5, 2.0, 0.0]]) / 3
     torch.testing.assert_close(logprobs.grad, expected, rtol=1e-12, atol=1e-15)
-    assert [metrics[f"policy/clip_fraction_{side}"].item() for side in ("low", "high")] == [1, 1]
+    assert [metrics[f"policy/clip_fraction_{side}"] for side in ("low", "high")] == [(1, 6), (1, 6)]
     # If nothing has moved, it is the gradient of the expected reward, divided by each completion's length.
     logprobs, _ = fork.token_logprobs(model, *rows["inputs"], TEMPERATURE)
     advantages = rows["advantages"] * rows["probabilities"].detach()
-    loss, _ = fork.policy_loss(logprobs, logprobs.detach(), None, advantages, rows["mask"], 0.15, 0.0)
+    loss, _ = loss_of(fork, logprobs, logprobs.detach(), advantages, rows["mask"], clip_eps=0.15)
     exact = gradient_of(model, (rows["probabilities"] * rows["advantages"] / rows["lengths"]).sum())
     assert relative_error(gradient_of(model, loss), -exact) < 1e-9
 
@@ -112,7 +119,7 @@ def check_opd(fork, model, rows):
     assert advantages.tolist() == [[0.5, -2.0, 0.0], [2.0, 0.0, 0.0]]
     ratios, advantages = tensor([[1.5, 0.5, 7.0], [2.0, 7.0, 7.0]]), advantages + 5 * (1 - mask)
     logprobs.requires_grad_()
-    loss, _ = fork.policy_loss(logprobs, logprobs.detach() - ratios.log(), advantages, mask)
+    loss, _ = loss_of(fork, logprobs, logprobs.detach() - ratios.log(), advantages, mask)
     loss.backward()
     assert loss.item() == pytest.approx(-(0.5 * 1.5 - 2 * 0.5 + 2 * 2.0), rel=1e-12)
     torch.testing.assert_close(logprobs.grad, -ratios * advantages * mask, rtol=1e-12, atol=1e-15)
@@ -126,7 +133,7 @@ def check_opd(fork, model, rows):
     each = chances.expand_as(rows["mask"])[rows["mask"].bool()]  # (N,)
     exact = gradient_of(model, (each * (students.exp() * (students - teachers)).sum(1)).sum())
     advantages = chances * fork.compute_advantages(logprobs.detach(), teacher_logprobs, rows["mask"])
-    loss, _ = fork.policy_loss(logprobs, logprobs.detach(), advantages, rows["mask"])
+    loss, _ = loss_of(fork, logprobs, logprobs.detach(), advantages, rows["mask"])
     assert relative_error(gradient_of(model, loss), exact) < 1e-9
 
 
@@ -169,14 +176,15 @@ def check_ipo(fork, *_):
 def check_simpo(fork, *_):
     """Means per token are -1 and -4 nats, and -4 and -0.5 nats. With a beta of 2, the margins are 6 and -7."""
     logprobs = [tensor([-3.0, -8.0]), tensor([-4.0, -2.0])]
-    lengths = torch.tensor([[3, 2], [1, 4]])
+    lengths = torch.tensor([[3, 1], [2, 4]])
     for refs in ([tensor([0.0, 0.0])] * 2, [tensor([-7.0, 1.0]), tensor([2.0, -3.0])]):
         loss, chosen, rejected, metrics = results_of(fork, [*logprobs, *refs], lengths, 2.0, 0.5)
         assert loss == pytest.approx(math.log(1 + math.exp(-5.5)) + math.log(1 + math.exp(7.5)), rel=1e-12)
         slopes = 2.0 * tensor([-5.5, 7.5]).sigmoid()
-        torch.testing.assert_close((chosen, rejected), (-slopes / lengths[0], slopes / lengths[1]), rtol=1e-12, atol=0)
-        found = [metrics[f"pair/{key}"].item() for key in ("accuracy", "margin", "chosen_reward", "rejected_reward")]
-        assert found == [1, -1.0, -10.0, -9.0]
+        gradients = -slopes / lengths[:, 0], slopes / lengths[:, 1]
+        torch.testing.assert_close((chosen, rejected), gradients, rtol=1e-12, atol=0)
+        found = [metrics[f"pair/{key}"] for key in ("accuracy", "margin", "chosen_reward", "rejected_reward")]
+        assert found == [(1, 2), (-1.0, 2), (-10.0, 2), (-9.0, 2)]
 
 
 CHECKS = {name: globals()[f"check_{name}"] for name in SCRIPTS}
@@ -196,20 +204,20 @@ WRONG = {  # {fork: {mistake in its loss: (old text, new text)}}
         "both directions": (MOVED, "moved.abs()"),
         "the other direction": (MOVED, "-advantages.sign() * moved"),
         "no bound below": (MOVED, "(advantages > 0) * moved"),
-        "nothing is left out": ("mask & ~outside, token_loss", "mask, token_loss"),
-        "padding counts": ("mask & ~outside, token_loss", "~outside, token_loss"),
-        "no ratio": ("-weight * ratio * advantages", "-weight * advantages * logprobs"),
-        "a sum in place of the mean": ("token_loss, 0.0).sum(1) / lengths).sum()", "token_loss, 0.0).sum(1)).sum()"),
-        "the wrong sign": ("token_loss = -weight", "token_loss = weight"),
+        "nothing is left out": ("torch.where(outside, 0.0, -ratio * advantages)", "-ratio * advantages"),
+        "padding counts": ("torch.where(mask, weight * token_loss, 0.0)", "weight * token_loss"),
+        "no ratio": ("-ratio * advantages", "-advantages * logprobs"),
+        "a sum in place of the mean": ("(token_loss.sum(1) / lengths).sum()", "token_loss.sum()"),
+        "the wrong sign": ("-ratio * advantages", "ratio * advantages"),
     },
     "opd": {
         "the wrong sign": (KL, "logprobs - teacher_logprobs, 0.0)"),
         "the teacher alone": (KL, "teacher_logprobs, 0.0)"),
         "the forward KL": (KL, "(teacher_logprobs - logprobs).exp(), 0.0)"),
         "a completion's sum for every token": (KL, f"{KL}.sum(1, keepdim=True) * completion_mask"),
-        "a mean in place of the sum": ("ratio * advantages, 0.0).sum()", "ratio * advantages, 0.0).mean()"),
-        "padding counts": ("torch.where(mask, -weight * ratio * advantages, 0.0)", "(-weight * ratio * advantages)"),
-        "no ratio": ("-weight * ratio * advantages", "-weight * advantages * logprobs"),
+        "a mean in place of the sum": ("token_loss, 0.0).sum()", "token_loss, 0.0).mean()"),
+        "padding counts": ("torch.where(mask, weight * token_loss, 0.0)", "(weight * token_loss)"),
+        "no ratio": ("-ratio * advantages", "-advantages * logprobs"),
     },
     "ipo": {
         "twice the target": ("(margins - 0.5)", "(margins - 1.0)"),
@@ -220,16 +228,13 @@ WRONG = {  # {fork: {mistake in its loss: (old text, new text)}}
         "smoothed towards the same target": ("(margins + 0.5)", "(margins - 0.5)"),
     },
     "simpo": {
-        "sums of log-probabilities": ("beta * chosen_logprobs / lengths[0]", "beta * chosen_logprobs"),
-        "the other's length": ("lengths[1]", "lengths[0]"),
-        "log-ratios": ("beta * chosen_logprobs /", "beta * chosen_log_ratios /"),
+        "sums of log-probabilities": ("(chosen_logprobs / lengths[:, 0] -", "(chosen_logprobs -"),
+        "the other's length": ("rejected_logprobs / lengths[:, 1])", "rejected_logprobs / lengths[:, 0])"),
+        "log-ratios": ("(chosen_logprobs /", "(chosen_log_ratios /"),
         "no target": ("margins - gamma", "margins"),
         "the target on the other side": ("margins - gamma", "margins + gamma"),
         "the target times beta": ("margins - gamma", "margins - beta * gamma"),
-        "the wrong sign": (
-            "margins = chosen_rewards - rejected_rewards",
-            "margins = rejected_rewards - chosen_rewards",
-        ),
+        "the wrong sign": ("margins = beta", "margins = -beta"),
     },
 }
 
@@ -275,12 +280,12 @@ ONLINE = {"prompts_per_step": 4, "group_size": 4, "warmup_steps": 0, "learning_r
 @pytest.mark.parametrize("name", ["maxrl", "dppo"])
 def test_forks_of_grpo_train(name, forks, tmp_path):
     lines, calls = train(forks[name], tmp_path / "run", "policy_loss", **ONLINE)
-    assert calls and all(line["policy/approx_kl"] > 0 and "loss/kl" in line for line in lines[1:])
+    assert calls and all(line["policy/approx_kl"] > 0 and "policy/ref_kl" in line for line in lines[1:])
 
 
 def test_the_student_learns_from_the_teacher_and_counts_tokens(forks, tmp_path):
     teacher = str(ROOT / "models" / "long")
-    names = "lookup_logprobs", "accumulate_gradients"
+    names = "compute_logprobs", "accumulate_gradients"
     lines, lookups, calls = train(forks["opd"], tmp_path / "run", *names, teacher=teacher, **ONLINE)
     for (given, own), (other, teachers), (update, _) in zip(lookups[::2], lookups[1::2], calls[::2]):
         assert all(weight.requires_grad for weight in given[0].parameters())
@@ -298,18 +303,18 @@ def test_the_student_learns_from_the_teacher_and_counts_tokens(forks, tmp_path):
 def test_forks_of_dpo_train(name, forks, tmp_path):
     pairs = read_jsonl(ROOT / "data" / "preferences" / "train.jsonl")[:40]
     dataset = write_jsonl(tmp_path / "pairs.jsonl", pairs)
-    names = "pair_logprobs", "preference_loss"
-    lines, passes, losses = train(forks[name], tmp_path / "run", *names, dataset=dataset)
+    names = "pair_logprobs", "preference_loss", "evaluate"
+    lines, passes, losses, evaluations = train(forks[name], tmp_path / "run", *names, dataset=dataset)
     assert all("pair/chosen_log_ratio" in line for line in lines[1:]) and "eval/pair_loss" in lines[-1]
     if name == "simpo":  # it gets the lengths of each microbatch, and of all held-out pairs at once
-        with_gradient = [logprobs.requires_grad for _, (logprobs, *_) in passes]
-        found = [part["completion_mask"].sum(2).T for (_, part), _ in passes]
-        given = [torch.stack([*inputs[4]]) for inputs, _ in losses]
-        in_training = [lengths for lengths, training in zip(found, with_gradient) if training]
-        trained = [lengths for lengths, (inputs, _) in zip(given, losses) if inputs[0].requires_grad]
-        assert len(in_training) == 2 and all(map(torch.equal, trained, in_training)) and len(trained) == 2
-        orders = [(lengths, part["rows"]) for lengths, ((_, part), _) in zip(found, passes) if len(part["rows"]) == 4]
-        assert any(torch.equal(given[0][:, order], lengths) for lengths, order in orders)
+        trained = [pairs for (_, pairs), logprobs in passes if logprobs.requires_grad]
+        held_out = [given[1] for given, _ in evaluations]
+        expected = [held_out[0], *trained, held_out[1]]
+        assert [len(pairs) for pairs in expected] == [4, 8, 8, 4]
+        for pairs, (given, _) in zip(expected, losses, strict=True):
+            lengths = [[len(pair["chosen_ids"]), len(pair["rejected_ids"])] for pair in pairs]
+            assert given[4].tolist() == lengths
+            assert given[0].requires_grad == (len(pairs) == 8)
 
 
 # ---- the pages
@@ -368,7 +373,7 @@ def check_short(name, script):
     ratios = tensor([[1.5, 0.5, 1.0, 1.0]] * 2) if name == "SAPO" else torch.ones(2, 4).double()
     weights = tensor([[0.4, 0.6, 1.8, 3.0]] * 2) if name == "IcePop" else torch.ones(2, 4).double()
     advantages, sampler = tensor([2.0, -1.0]), old - weights.log()
-    loss, _ = script.policy_loss(old + ratios.log(), old, None, advantages, mask, 0.2, 0.0, sampler)
+    loss, _ = loss_of(script, old + ratios.log(), old, advantages, mask, sampler_logprobs=sampler)
     gates = [sum(4 / tau / (1 + math.exp(-tau * (ratio - 1))) for ratio in (1.5, 0.5, 1.0, 1.0)) for tau in (1.0, 1.05)]
     expected = {"SAPO": -2 * gates[0] / 4 + gates[1] / 4, "IcePop": -(2 - 1) * (0.6 + 1.8) / 4}
     assert loss.item() == pytest.approx(expected[name], rel=1e-9)

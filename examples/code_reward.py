@@ -48,18 +48,16 @@ def run(program, calls):
     return values
 
 
-def read_prompt(read, row, **settings):
+def read_prompt(read, row, args, tokenizer):
     """Read a row as grpo.py does, and refuse it if its answer is not a list of tests."""
-    prompts = read(row, **settings)
-    for prompt in prompts:  # a single prompt, or the reason why the row is dropped
-        if isinstance(prompt, str):
-            break
+    prompt, reason = read(row, args, tokenizer)
+    if not reason:
         try:
             calls, _ = zip(*json.loads(prompt["answer"]), strict=True)
             all(compile(call.strip(), "call", "eval") for call in calls)
         except Exception:
             raise ValueError("the answer is not a JSON list of pairs [call, value]") from None
-    return prompts
+    return prompt, reason
 
 
 @lru_cache(2**13)

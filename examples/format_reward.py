@@ -36,7 +36,7 @@ def score_completions(completions, rows, accuracy_weight=0.8, format_weight=0.2)
     formatted = [has_format(completion) for completion in completions]
     rewards = [accuracy_weight * one + format_weight * other for one, other in zip(right, formatted)]
     accuracy, form, reward = (sum(values) / len(completions) for values in (right, formatted, rewards))
-    if grpo.dist.get_rank() == 0:
+    if grpo.RANK == 0:
         tqdm.write(f"accuracy {accuracy:.3f}, format {form:.3f}, reward {reward:.3f} of {len(completions)} completions")
     return rewards
 

@@ -11,10 +11,13 @@ the model whether A or B is better, in both orders, and averages the probabiliti
 
 import argparse
 import json
+import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported, as in the scripts
 
 import torch
 from transformers import AutoTokenizer
@@ -24,31 +27,50 @@ import dpo
 QUESTION = "{}\n\nAnswer A:\n{}\n\nAnswer B:\n{}\n\nWhich of the two answers to the above is better? Say only A or B."
 
 
+def load_pairs(given, tokenizer):
+    """Return the pairs of the dataset; print how many were dropped, and why."""
+    pairs, dropped = [], Counter()
+    rows, _ = dpo.load_splits(given.dataset, 0)  # nothing is held out
+    for row in rows:
+        pair, reason = read_pair(row, tokenizer, given)
+        if reason:
+            dropped[reason] += 1
+        else:
+            pairs.append(pair)
+    print(f"{len(pairs)} pairs of {given.dataset}, dropped: {dict(dropped)}")
+    return pairs
+
+
 def read_pair(row, tokenizer, given):
-    """Return a list of one pair with the comparisons to make, or of one reason to drop the pair.
+    """Return a pair with the comparisons to make, and ""; or None, and why the pair is dropped.
 
     A comparison is a pair in the form of dpo.py. There is one with --by logprob, and one in each order with --by chat.
-    A pair is dropped if it has no prompt, if a completion is empty, if both completions (with --by chat: A and B) have
-    the same tokens, or if a comparison has more than --max-length tokens.
     """
-    prompt, *texts = dpo.split_pair(row, tokenizer.chat_template is not None)
+    if row.get("tools"):
+        return None, "with tools, which the judge does not read"
+    prompt, *completions = dpo.split_pair(row, tokenizer.chat_template is not None)
+    texts = [completion.get("content", "") for completion in completions if prompt]
     if not prompt or not all(map(str.strip, texts)) or texts[0] == texts[1]:
-        return ["without a prompt and two different completions"]
-    messages, asked = dpo.as_messages(prompt, ""), []
+        return None, "without a prompt and two different completions"
+    asked = []
     if given.by == "logprob":
-        (prompt_ids, a), (_, b) = (dpo.encode_completion(tokenizer, messages, text) for text in texts)
+        prompt_ids = dpo.encode_prompt(tokenizer, prompt, None)
+        a, b = [dpo.encode_completion(tokenizer, prompt_ids, [*prompt, message], None) for message in completions]
+        if a is None or b is None:
+            return None, "whose prompt reads differently when a completion follows"
         asked.append({"prompt_ids": prompt_ids, "chosen_ids": a, "rejected_ids": b})
     else:
-        said = prompt
-        if isinstance(prompt, list):
+        said = prompt[0]["content"]
+        if len(prompt) > 1:
             said = "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
         a, b = (tokenizer(letter, add_special_tokens=False)["input_ids"] for letter in "AB")
         for order in (texts, texts[::-1]):
-            prompt_ids = dpo.encode_prompt(tokenizer, dpo.as_messages(QUESTION.format(said, *order), ""))
+            chat = [{"role": "user", "content": QUESTION.format(said, *order)}]
+            prompt_ids = dpo.encode_prompt(tokenizer, chat, None)
             asked.append({"prompt_ids": prompt_ids, "chosen_ids": a, "rejected_ids": b})
     if a == b or max(sum(map(len, pair.values())) for pair in asked) > given.max_length:
-        return [f"more than {given.max_length} tokens, or the same tokens twice"]
-    return [{"prompt_ids": prompt_ids, "prompt": prompt, "texts": texts, "kind": row.get("kind"), "asked": asked}]
+        return None, f"with more than {given.max_length} tokens, or with the same tokens twice"
+    return {"prompt": prompt, "texts": texts, "kind": row.get("kind"), "asked": asked}, ""
 
 
 @torch.no_grad()
@@ -56,25 +78,24 @@ def compare(policy, pairs):
     """Return the mean log-probability per token of each chosen completion minus that of the rejected one: (N,)."""
     margins = []
     for start in range(0, len(pairs), 8):
-        part = dpo.collate_pairs(pairs[start : start + 8], policy.model.device)
-        logprobs = dpo.pair_logprobs(policy, part | {"rows": range(len(part["lengths"]))})
-        chosen, rejected = logprobs / part["completion_mask"].sum(2).T  # (2, n)
+        part = pairs[start : start + 8]
+        lengths = torch.tensor([[len(pair[name]) for pair in part] for name in ("chosen_ids", "rejected_ids")])
+        chosen, rejected = dpo.pair_logprobs(policy, part).cpu() / lengths  # (2, n)
         margins.append(chosen - rejected)
-    return torch.cat(margins).cpu()
+    return torch.cat(margins)
 
 
 def main(given):
     Path(given.out).exists() and sys.exit(f"--out {given.out} exists already: choose another file")
-    _, _, device = dpo.init_ranks()
+    device = dpo.init_ranks()
     tokenizer = AutoTokenizer.from_pretrained(given.model)
-    args = dpo.Args(dataset=given.dataset, eval_prompts=0, num_steps=0)  # nothing is held out
-    rows, _ = dpo.load_rows(args, lambda row: read_pair(row, tokenizer, given))
+    rows = load_pairs(given, tokenizer)
     if not rows:
         sys.exit("nothing to judge: all pairs were dropped (--by chat needs a tokenizer that has the letters A and B)")
     asked = [pair for row in rows for pair in row["asked"]]
     model = dpo.load_model(given.model, tokenizer)
-    dpo.check_context(model, max(sum(map(len, pair.values())) for pair in asked))
-    dpo.check_logprobs(model, asked[0]["prompt_ids"] + asked[0]["chosen_ids"])
+    longest = max(dpo.count_tokens(pair) // 2 for pair in asked)  # a pair is two texts in the batch
+    dpo.check_model(model, dpo.Args(max_prompt_length=longest, max_completion_length=0))
     margins = compare(dpo.LogprobModel(model.to(device)), asked).view(len(rows), -1)  # (N, 1), by chat (N, 2)
     if given.by == "chat":  # log odds of A: first with the chosen completion as A, then as B
         as_a = (margins > 0).float().mean(1)  # the share of A in the two answers

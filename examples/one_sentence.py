@@ -37,7 +37,7 @@ def score_completions(completions, _rows):
     """Return the rewards, and print the share of this process's completions that meet all three conditions."""
     met = [sum(checks(completion)) for completion in completions]
     share = sum(count == 3 for count in met) / len(met)
-    if grpo.dist.get_rank() == 0:
+    if grpo.RANK == 0:
         tqdm.write(f"{share:.3f} of {len(met)} completions meet all three conditions")
     return [1.0 if count == 3 else count / 9 for count in met]
 

@@ -330,22 +330,22 @@ def test_without_namespaces_it_is_refused_in_one_line(reason, tmp_path):
 
 
 SAID = "in all of these many different words there are ten of them"
-LEFT_OUT = "too long", "without a user's turn at its end", None
+LEFT_OUT = "with a too long prompt", "without one of the columns prompt, question, problem", ""
 
 
-@pytest.mark.parametrize("prompt, reason", zip(("1+1=1+1=1+1=1+1=", " ", "1+1="), LEFT_OUT))
+@pytest.mark.parametrize("prompt, reason", zip(("1+1=1+1=1+1=1+1=", "", "1+1="), LEFT_OUT))
 def test_rows_are_left_out_as_in_grpo_but_not_for_the_words_of_a_test(tokenizer, prompt, reason, monkeypatch):
     monkeypatch.setattr(grpo, "parse_gold", str)  # as on the command line
     row = {"prompt": prompt, "answer": json.dumps([["f()", SAID]])}
-    settings = {"tokenizer": tokenizer, "args": grpo.Args(max_prompt_length=8, system_prompt="")}
-    found = code_reward.read_prompt(grpo.read_prompt, row, **settings)
-    assert found == [reason] if reason else found[0]["answer"] == row["answer"]
+    args = grpo.Args(max_prompt_length=8, system_prompt="")
+    found, said = code_reward.read_prompt(grpo.read_prompt, row, args, tokenizer)
+    assert said == reason and (found is None if reason else found["answer"] == row["answer"])
 
 
 @boxed
 def test_the_command_line_refuses_rows_without_tests_and_trains_on_the_reward(tmp_path, monkeypatch):
     """The bundled model writes sums instead of programs, so programs replace its texts; half of them are right."""
-    answers = [json.dumps([["add(2, 3)", 5], ["add(1, 1)", number]]) for number in (2, 3, 2, 2)]
+    answers = [json.dumps([["add(2, 3)", 5], ["add(1, 1)", number]]) for number in (2, 3, 2, 2, 2)]
     rows = [{"prompt": f"{number}+1=", "answer": answer} for number, answer in enumerate(answers, 1)]
     no_tests = [{}] + [{"answer": a} for a in (5, "f()", "[]", '["f()"]', '[["f()", 1, 2]]', '[["f = 1", 1]]')]
     sample, programs = grpo.sample_completions, (completion(ADD), completion("add = max"))
@@ -358,16 +358,16 @@ def test_the_command_line_refuses_rows_without_tests_and_trains_on_the_reward(tm
         monkeypatch.setattr(grpo, name, getattr(grpo, name))
     monkeypatch.setattr(grpo, "sample_completions", sample_completions)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    flags = "--num-steps 2 --prompts-per-step 3 --group-size 2 --minibatch-size 6 --max-completion-length 8"
+    flags = "--num-steps 2 --prompts-per-step 4 --group-size 2 --minibatch-size 8 --max-completion-length 8"
     flags += f" --eval-prompts 1 --dataset {tmp_path / 'tests.jsonl'} --run-dir {tmp_path / 'run'}"
     monkeypatch.setattr(sys, "argv", ["code_reward.py", *flags.split()])
-    for data in [*([{"prompt": "1+1="} | row] * 2 for row in no_tests), rows]:
+    for data in [*([{"prompt": "1+1="} | row] * 5 for row in no_tests), rows]:
         write_jsonl(tmp_path / "tests.jsonl", data)
         refused = pytest.raises(SystemExit, match=r"tests.jsonl, held-out row 0: .*\[call, value\]'\); the row is ")
         with monkeypatch.context() if data is rows else refused:
             assert not (tmp_path / "run").exists()
             runpy.run_path(str(ROOT / "examples" / "code_reward.py"), run_name="__main__")
     lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    assert [line.get("reward/mean") for line in lines] == [None, pytest.approx(1 / 3), pytest.approx(1 / 3)]
+    assert [line.get("reward/mean") for line in lines] == [None, 3 / 8, 3 / 8]
     assert lines[0]["eval/accuracy"] == 1 and lines[0]["eval/pass@1"] == 0.5
-    assert lines[1]["reward/zero_std"] == pytest.approx(1 / 3) and lines[1]["optim/grad_norm"] > 0
+    assert lines[1]["reward/zero_std"] == 1 / 4 and lines[1]["optim/grad_norm"] > 0

@@ -56,7 +56,7 @@ def test_by_logprob_the_likelier_completion_per_token_is_chosen(judge):
     for row in rows:
         means = []
         for text in (row["chosen"], row["rejected"]):
-            prompt = dpo.encode_prompt(tokenizer, dpo.as_messages(row["prompt"], ""))
+            prompt = dpo.encode_prompt(tokenizer, dpo.as_messages(row["prompt"], "user"), None)
             ids = [*tokenizer(text)["input_ids"], dpo.find_turn_end(tokenizer)]
             logprobs = next_logprobs(model, [*prompt, *ids])[len(prompt) - 1 : -1]
             means.append(logprobs.gather(1, torch.tensor(ids).unsqueeze(1)).mean().item())
@@ -104,7 +104,7 @@ def test_dialogues_are_judged_and_dpo_and_reward_model_take_what_was_written(jud
     written, told = judge(rows, "--by", by, "--model", folder)
     dropped = {"without a prompt and two different completions": 1}
     assert len(written) == len(PAIRS)
-    assert f"{len(PAIRS)} training rows of {tmp_path / 'pairs.jsonl'}, split train, dropped: {dropped}\n" in told
+    assert f"{len(PAIRS)} pairs of {tmp_path / 'pairs.jsonl'}, dropped: {dropped}\n" in told
     for row, before in zip(written, PAIRS):
         assert row["prompt"] == [{"role": "user", "content": before["prompt"]}]
         assert {row["chosen"], row["rejected"]} == {before["chosen"], before["rejected"]}

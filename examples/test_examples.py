@@ -190,19 +190,17 @@ FORMS = {
     "\\boxed{2}": (True, False),
     "<think>1+1=3</think>\\boxed{3}": (False, True),
     "so <think>1+1=2</think>\\boxed{2}": (True, False),
-    "<think>1</think>\\boxed{2}<think>2</think>": (True, False),
+    "<think>1</think>\\boxed{2}<think>2</think>": (False, False),
     "<think>1</think>": (False, False),
     "<think></think>\\boxed{2}": (True, False),
     "<think>1+1=2 \\boxed{2}": (False, False),
 }
 
 
-@pytest.mark.usefixtures("alone")
 def test_the_reward_is_the_weighted_sum_of_accuracy_and_format(capsys):
-    grpo.init_ranks()
     rewards = format_reward.score_completions([*FORMS], [{"answer": "2"}] * len(FORMS))
     assert rewards == pytest.approx([0.8 * right + 0.2 * form for right, form in FORMS.values()])
-    said = f"accuracy {6 / 9:.3f}, format {3 / 9:.3f}, reward {0.8 * 6 / 9 + 0.2 * 3 / 9:.3f} of 9 completions\n"
+    said = f"accuracy {5 / 9:.3f}, format {3 / 9:.3f}, reward {0.8 * 5 / 9 + 0.2 * 3 / 9:.3f} of 9 completions\n"
     assert capsys.readouterr().out == said
 
 
@@ -239,7 +237,6 @@ SENTENCES = {
 }
 
 
-@pytest.mark.usefixtures("alone")
 def test_one_sentence_with_a_word_in_it(capsys):
     assert [sum(one_sentence.checks(text)) for text in SENTENCES] == [*SENTENCES.values()]
     rewards = one_sentence.score_completions([*SENTENCES], [{}] * len(SENTENCES))
@@ -251,7 +248,7 @@ def test_its_task_is_its_data_and_its_instruction_unless_flags_or_a_run_say_othe
     parsed = []
     monkeypatch.setattr(grpo, "main", parsed.append)
     Path("run").mkdir()
-    Path("run/args.json").write_text(json.dumps({"dataset": "mine", "system_prompt": "Sing."}))
+    Path("run/args.json").write_text(json.dumps({"dataset": "mine", "system_prompt": "Sing.", "lora_rank": 0}))
     for words in ("--seed 2", "--dataset sums", "--resume run"):
         monkeypatch.setattr(sys, "argv", ["one_sentence.py", *words.split()])
         with monkeypatch.context() as patched:

@@ -46,18 +46,15 @@ def write_completion(prompt, letter):
 def scripted_generate(patterns, rounds):
     """Stands for dapo.generate: writes the completions that patterns want, and adds its prompts to rounds."""
     tokenizer = AutoTokenizer.from_pretrained(TINY)
-    real = dapo.generate
 
-    def generate(model, prompt_ids, prompt_mask, limit, temperature, stop_ids, pad_id, *rest, **options):
-        if limit != SETTINGS["max_completion_length"]:  # check_model asks for fewer
-            return real(model, prompt_ids, prompt_mask, limit, temperature, stop_ids, pad_id, *rest, **options)
+    def generate(model, prompt_ids, prompt_mask, limit, temperature, stop_ids):
         prompts = tokenizer.batch_decode(prompt_ids, skip_special_tokens=True)
         rounds.append(prompts[::GROUP_SIZE])
         completions = []
         for row, prompt in enumerate(prompts):
             text = write_completion(prompt, patterns[prompt][row % GROUP_SIZE])
             completions.append(tokenizer.encode(text, add_special_tokens=False) + stop_ids[:1])
-        ids, mask = pad_right(completions, limit, pad_id)
+        ids, mask = pad_right(completions, limit)
         logprobs, _ = dapo.token_logprobs(model, prompt_ids, prompt_mask, ids, mask, temperature)
         return ids, mask, logprobs.detach()
 

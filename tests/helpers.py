@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import PAD_ID, build_model, pad_right, parse, read_jsonl, relative_error, shares_changed
+from tiny import PAD_ID, add_pairs, build_model, pad_right, parse, read_jsonl, relative_error, shares_changed
 from torch.testing import assert_close
 
 import dpo
@@ -20,6 +20,7 @@ import reinforce
 
 ORACLE = Path(__file__).parent / "oracle"  # numbers of other people's code, float64; each file names its source
 SETTINGS = {"clip_eps": 0.2, "clip_eps_low": 0.2, "clip_eps_high": 0.28, "max_completion_length": 9}
+SETTINGS["sampler_weight_cap"] = 2.0
 WITHOUT_KL = {"ref_logprobs": None, "kl_coef": 0.0}
 
 
@@ -33,6 +34,8 @@ def tensor(values, dtype=torch.float64):
 def policy_loss(script, inputs, **changes):
     """Call a script's policy_loss with those of the inputs and settings that it takes."""
     given = SETTINGS | inputs | changes
+    sampling_policy = given["logprobs"].detach() if script is reinforce else given.get("old_logprobs")
+    given.setdefault("sampler_logprobs", sampling_policy)  # w is 1
     if script in (grpo_process, ppo_rlhf) and given["advantages"].ndim == 1:  # there each token has an advantage
         given["advantages"] = given["advantages"].unsqueeze(1).expand_as(given["logprobs"])
     names = inspect.signature(script.policy_loss).parameters
@@ -40,12 +43,20 @@ def policy_loss(script, inputs, **changes):
 
 
 def loss_and_gradient(script, inputs, **changes):
-    """Return the loss, its gradient with respect to the log-probabilities, and the metrics."""
+    """Return the loss, its gradient with respect to the log-probabilities, and the metrics as pairs of floats."""
     inputs = inputs | changes
     logprobs = inputs["logprobs"].detach().clone().requires_grad_()
     loss, metrics = policy_loss(script, inputs, logprobs=logprobs)
+    assert not any(torch.as_tensor(value).requires_grad for pair in metrics.values() for value in pair)
     loss.backward()
-    return loss.detach(), logprobs.grad, metrics
+    return loss.detach(), logprobs.grad, add_pairs([metrics])
+
+
+def assert_pairs(found, expected, rel=1e-9):
+    """Compare metrics, pairs of floats."""
+    assert found.keys() == expected.keys()
+    for name, pair in found.items():
+        assert pair == pytest.approx(expected[name], rel=rel), (name, pair, expected[name])
 
 
 # ---- by hand
@@ -63,16 +74,15 @@ INPUTS = {
 APPROX_KL = 2 * (0.5 - math.log(1.5)) + (1 - math.log(2)) + 2 * (math.log(2) - 0.5)
 
 
-def check_by_hand(script, loss, gradient, metrics, **changes):
-    """Compare what policy_loss makes of INPUTS with numbers that were computed by hand."""
+def check_by_hand(script, loss, gradient, sums, **changes):
+    """Compare what policy_loss makes of INPUTS with numbers computed by hand; a metric's count is that of tokens."""
     found_loss, found_gradient, found_metrics = loss_and_gradient(script, INPUTS, **changes)
     assert_close(found_loss, tensor(loss), rtol=1e-12, atol=1e-15)
     assert_close(found_gradient, tensor(gradient), rtol=1e-12, atol=1e-15)
-    metrics = {"loss/policy": loss} | metrics
-    assert found_metrics.keys() == metrics.keys()
-    for name, value in found_metrics.items():
-        assert value.item() == pytest.approx(metrics[name], rel=1e-12)
-        assert not value.requires_grad
+    sums = {"policy/sampler_kl": 0.0} | sums
+    assert found_metrics.keys() == sums.keys()
+    for name, pair in found_metrics.items():
+        assert pair == pytest.approx((sums[name], 6), rel=1e-12)
 
 
 def two_completions(advantage, ratio):
@@ -104,8 +114,8 @@ def check_clip(script):
         _, found, metrics = loss_and_gradient(script, two_completions(advantage, ratio))
         assert_close(found, tensor([[gradient, 0.0], [-advantage, 0.0]]))
         is_clipped = gradient == 0 and advantage != 0
-        assert metrics["policy/clip_fraction_low"] == (is_clipped and ratio < 1)
-        assert metrics["policy/clip_fraction_high"] == (is_clipped and ratio > 1)
+        assert metrics["policy/clip_fraction_low"] == (is_clipped and ratio < 1, 2)
+        assert metrics["policy/clip_fraction_high"] == (is_clipped and ratio > 1, 2)
 
 
 # ---- other libraries' numbers
@@ -165,12 +175,13 @@ def check_advantages_of_others(compute_advantages, name, rtol):
 def random_inputs():
     """Six completions of 1 to 5 tokens, of two groups; a third of the ratios are outside the clip range."""
     generator = torch.Generator().manual_seed(0)
-    logprobs, noise, ref_noise = torch.randn(3, 6, 5, generator=generator, dtype=torch.float64)
+    logprobs, noise, ref_noise, sampler_noise = torch.randn(4, 6, 5, generator=generator, dtype=torch.float64)
     lengths = torch.tensor([[5], [1], [3], [2], [4], [5]])
     return {
         "logprobs": logprobs - 2,
         "old_logprobs": logprobs - 2 + 0.3 * noise,
         "ref_logprobs": logprobs - 2 + ref_noise,
+        "sampler_logprobs": logprobs - 2 + 0.3 * sampler_noise,
         "advantages": tensor([0.5, -1.5, 1.0, 1.1, -0.2, -0.9]),
         "completion_mask": torch.arange(5) < lengths,
         "clip_eps": 0.2,
@@ -207,11 +218,12 @@ def check_padding(script):
     """More padding on the right changes nothing."""
     inputs = random_inputs()
     padded = {}
-    for name in ("logprobs", "old_logprobs", "ref_logprobs", "completion_mask"):
+    for name in ("logprobs", "old_logprobs", "ref_logprobs", "sampler_logprobs", "completion_mask"):
         padded[name] = torch.nn.functional.pad(inputs[name], (0, 3))
     loss, gradient, metrics = loss_and_gradient(script, inputs)
     padded_loss, padded_gradient, padded_metrics = loss_and_gradient(script, inputs, **padded)
-    assert_close((padded_loss, padded_metrics), (loss, metrics))
+    assert_close(padded_loss, loss)
+    assert_pairs(padded_metrics, metrics)
     assert_close(padded_gradient, torch.nn.functional.pad(gradient, (0, 3)))
 
 
@@ -222,7 +234,9 @@ def check_empty_row(script):
     loss, gradient, metrics = loss_and_gradient(script, inputs)
     others = [0, 1, 3, 4, 5]
     changes = {name: value[others] for name, value in tensors_of(inputs).items()}
-    assert_close((loss, metrics), policy_loss(script, inputs, **changes))
+    other_loss, _, other_metrics = loss_and_gradient(script, inputs, **changes)
+    assert_close(loss, other_loss)
+    assert_pairs(metrics, other_metrics)
     assert (gradient[2] == 0).all()
 
 
@@ -237,8 +251,8 @@ def check_order_of_rows(script):
     losses, gradients, metrics_of_rows = zip(*results)
     assert_close(sum(losses), loss)
     assert_close(torch.cat(gradients), gradient)
-    for name, value in metrics.items():
-        assert_close(sum(row[name] for row in metrics_of_rows), value)
+    for name, pair in metrics.items():
+        assert [sum(values) for values in zip(*(row[name] for row in metrics_of_rows))] == pytest.approx(pair)
 
 
 INVARIANCES = [check_masked_positions, check_padding, check_empty_row, check_order_of_rows]
@@ -265,14 +279,15 @@ def check_advantages(compute_advantages):
 
 
 def pair_results(script, inputs, **settings):
-    """Loss, gradients of its first two inputs and metrics."""
+    """Loss, gradients of its first two inputs, and the sums of the metrics, whose counts are those of the pairs."""
     inputs = [x.detach().clone() for x in inputs]
     for x in inputs[:2]:
         x.requires_grad_()
     settings = {"beta": 0.5, "label_smoothing": 0.0, **settings} if script is dpo else {}
     loss, metrics = script.preference_loss(*inputs, **settings)
     loss.backward()
-    return loss.detach(), inputs[0].grad, inputs[1].grad, metrics
+    assert {count for _, count in metrics.values()} == {len(inputs[0])}
+    return loss.detach(), inputs[0].grad, inputs[1].grad, {name: total.item() for name, (total, _) in metrics.items()}
 
 
 def random_pairs(script, dtype=torch.float64):

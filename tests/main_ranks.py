@@ -40,13 +40,16 @@ def run(name, folder):
     accumulate = script.accumulate_gradients
     tokenizer = AutoTokenizer.from_pretrained(TINY)
 
-    def recorded_accumulate(policy, batch, rows, divisor, *rest):
+    def recorded_accumulate(policy, batch, indices, divisor, *rest):
         mask = batch["completion_mask"]
-        divisors.append([float(divisor), mask[rows].sum().item()])
-        if name == "sft":
-            completions = [ids[own == 1] for ids, own in zip(batch["completion_ids"], mask)]
-            rollouts.append({"answers": tokenizer.batch_decode(completions, skip_special_tokens=True)})
-        return accumulate(policy, batch, rows, divisor, *rest)
+        divisors.append([float(divisor), mask[indices].sum().item()])
+        return accumulate(policy, batch, indices, divisor, *rest)
+
+    def recorded_accumulate_sft(policy, rows, divisor, *rest):
+        completions = [row["completion_ids"] for row in rows]
+        divisors.append([float(divisor), sum(map(len, completions))])
+        rollouts.append({"answers": tokenizer.batch_decode(completions, skip_special_tokens=True)})
+        return accumulate(policy, rows, divisor, *rest)
 
     def recorded_sample(policy, tokenizer, prompts, *rest):
         draws = torch.rand(3, generator=torch.Generator().set_state(torch.get_rng_state())).tolist()
@@ -54,13 +57,13 @@ def run(name, folder):
         rollouts.append({"draws": draws, "answers": answers})
         return sample_completions(policy, tokenizer, prompts, *rest)
 
-    script.accumulate_gradients = recorded_accumulate
+    script.accumulate_gradients = recorded_accumulate_sft
     if name != "sft":
+        script.accumulate_gradients = recorded_accumulate
         sample_completions = script.sample_completions
         script.sample_completions = recorded_sample
     script.reward_fn = lambda text, _answer: float(sum(text.encode()) % 2)
-    ranks = dist.get_rank(), dist.get_world_size(), torch.device("cpu")
-    script.init_ranks = lambda: ranks  # all scripts share one group of ranks, which end_run would end
+    script.init_ranks = lambda: torch.device("cpu")  # all scripts share one group of ranks, which end_run would end
     script.save = script.end_run = script.check_model = lambda *_: None
     script.main(make_args(name, folder, name))
     return {"rollouts": rollouts, "divisors": divisors}
@@ -78,7 +81,7 @@ def shard_with_noise(model, precision):
     torch.randint = recorded
     torch.manual_seed(dist.get_rank())
     args = SimpleNamespace(precision=precision, gradient_checkpointing=True)
-    policy = grpo.shard(grpo.LogprobModel(model), args, torch.device("cpu"))
+    policy = grpo.prepare_model(grpo.LogprobModel(model), args, torch.device("cpu"))
     torch.randint = randint
     lowest, highest = (grpo.all_reduce(sum(noise), op) for op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX))
     return policy, lowest == highest and bool(noise) == (precision == "bfloat16")
@@ -92,7 +95,7 @@ def sample_gathered(precision):
         plain.get_input_embeddings().register_forward_hook(lambda _module, _inputs, output: output.bfloat16())
         for block in plain.model.layers:
             block.bfloat16().forward = partial(grpo.in_bfloat16, block.forward)
-    prompts = *grpo.pad_left([{"prompt_ids": ids} for ids in PROMPTS], "cpu"), 8, 1.0, [1, 3], 0, True
+    prompts = *grpo.pad_left([{"prompt_ids": ids} for ids in PROMPTS], "cpu"), 8, 1.0, [1, 3]
     with grpo.gathered(policy) as sampler:
         torch.manual_seed(0)
         sampled = grpo.generate(sampler, *prompts)

@@ -8,7 +8,7 @@ import sys
 
 import torch
 import torch.distributed as dist
-from tiny import COMPLETIONS, CONFIGS, PAD_ID, PROMPTS, build_model, make_batch, scaled
+from tiny import COMPLETIONS, CONFIGS, PAD_ID, PROMPTS, add_pairs, build_model, make_batch, scaled
 from transformers import AutoModelForSequenceClassification
 from two_ranks import SHARES, gradient_of_parameters, sum_over_ranks, take
 
@@ -50,7 +50,7 @@ def make_ppo_batch(policy):
     batch = make_batch(policy.model)
     mask = batch["completion_mask"]
     with torch.no_grad():
-        _, _, values = policy(batch, 0.7)
+        values = policy.values(batch)
     generator = torch.Generator().manual_seed(4)
     noise = torch.randn(3, *values.shape, generator=generator, dtype=torch.float64)
     batch["advantages"] = noise[0] * mask
@@ -70,10 +70,10 @@ def results_of(policy, metrics, **others):
 
 def run_reward_model(share, device, rows):
     args = reward_model.Args(microbatch_tokens=BUDGET)
-    policy = reward_model.shard(reward_model.ScoreModel(build_scorer()), args, device)
-    batch = reward_model.collate_pairs([PAIRS[i] for i in share], device)
-    totals = reward_model.accumulate_gradients(policy, batch, places_in(share, rows), 8, args)
-    results = results_of(policy, sum_over_ranks(totals))
+    policy = reward_model.prepare_model(reward_model.ScoreModel(build_scorer()), args, device)
+    pairs = [PAIRS[i] for i in share if i in rows]
+    collected = reward_model.accumulate_gradients(policy, pairs, 8 / dist.get_world_size(), args)
+    results = results_of(policy, sum_over_ranks(add_pairs(collected)))
     # The second rank has none of a single pair.
     results["evaluations"] = [reward_model.evaluate(policy, PAIRS[:count], args) for count in (8, 3, 1)]
     return results
@@ -81,35 +81,35 @@ def run_reward_model(share, device, rows):
 
 def run_dpo(share, device, rows):
     args = dpo.Args(microbatch_tokens=BUDGET, beta=0.3, label_smoothing=0.1)
-    reference = dpo.shard(dpo.LogprobModel(build_model("llama", scale=5.5)), args, device)
+    reference = dpo.prepare_model(dpo.LogprobModel(build_model("llama", scale=5.5)), args, device)
     ref_logprobs = dpo.look_up_pairs(reference, PAIRS, args)
-    policy = dpo.shard(dpo.LogprobModel(build_model("llama")), args, device)
-    batch = dpo.collate_pairs([PAIRS[i] for i in share], device)
-    batch["ref_logprobs"] = ref_logprobs.T[share].float().to(device)
-    totals = dpo.accumulate_gradients(policy, batch, places_in(share, rows), 8, args)
-    results = results_of(policy, sum_over_ranks(totals), references=ref_logprobs)
-    pairs = [pair | {"ref_logprobs": found} for pair, found in zip(PAIRS, ref_logprobs.T.tolist())]
-    results["evaluations"] = [dpo.evaluate_pairs(policy, pairs[:count], args) for count in (8, 3, 1)]
+    policy = dpo.prepare_model(dpo.LogprobModel(build_model("llama")), args, device)
+    pairs = [pair | {"ref_logprobs": found} for pair, found in zip(PAIRS, ref_logprobs)]
+    own = [pairs[i] for i in share if i in rows]
+    collected = dpo.accumulate_gradients(policy, own, 8 / dist.get_world_size(), args)
+    results = results_of(policy, sum_over_ranks(add_pairs(collected)), references=torch.tensor(ref_logprobs))
+    results["evaluations"] = [dpo.evaluate(policy, pairs[:count], args) for count in (8, 3, 1)]
     return results
 
 
 def run_ppo(share, device, rows):
     args = ppo_rlhf.Args(microbatch_tokens=BUDGET, temperature=0.7, ptx_coef=0.3)
     policy = build_actor_critic()
-    batch = take(make_ppo_batch(policy), share)
+    batch = take(make_ppo_batch(policy), share) | {"indices": torch.arange(len(share))}
     mask = batch["completion_mask"]
     for name in ("advantages", "old_values", "returns"):
         batch[name] = batch[name][:, : mask.shape[1]]
-    ppo_rlhf.shard(policy.actor, args, device)
-    ppo_rlhf.shard(policy.critic, args, device)
-    looked_up = ppo_rlhf.lookup_logprobs(policy, batch, [torch.arange(len(share))], args)
+    ppo_rlhf.prepare_model(policy.actor, args, device)
+    ppo_rlhf.prepare_model(policy.critic, args, device)
+    everything = [torch.arange(len(share))]
+    logprobs = ppo_rlhf.compute_logprobs(policy.actor, batch, everything, args)
+    values = ppo_rlhf.compute_values(policy, batch, everything, args)
     whitened = ppo_rlhf.whiten(batch["advantages"], mask)
-    totals = ppo_rlhf.accumulate_gradients(policy, batch, places_in(share, rows), 30, False, args)
-    metrics = sum_over_ranks(totals)
-    texts = ppo_rlhf.collate([TEXTS[i] for i in share], device)
-    metrics["ptx"] = ppo_rlhf.accumulate_ptx(policy, texts, args)
-    metrics["explained_variance"] = ppo_rlhf.explained_variance(batch["returns"], batch["old_values"], mask)
-    return results_of(policy, metrics, tokens=torch.stack([*looked_up, whitened]))
+    divisor = 30 / dist.get_world_size()
+    collected = ppo_rlhf.accumulate_gradients(policy, batch, places_in(share, rows), divisor, args)
+    collected.append(ppo_rlhf.accumulate_ptx(policy, [TEXTS[i] for i in share], args))
+    metrics = sum_over_ranks(add_pairs(collected))
+    return results_of(policy, metrics, tokens=torch.stack([logprobs, values, whitened]))
 
 
 RUNS = {
@@ -121,8 +121,8 @@ RUNS = {
 
 def run():
     """The results by name and rows, of this rank's share or of all pairs and rows in one process."""
-    rank, world_size, device = ppo_rlhf.init_ranks()
-    share = SHARES[rank] if world_size > 1 else sum(SHARES, [])
+    device = ppo_rlhf.init_ranks()
+    share = SHARES[dist.get_rank()] if dist.get_world_size() > 1 else sum(SHARES, [])
     results = {}
     for name, run_script in RUNS.items():
         results[name] = run_script(share, device, range(8))

@@ -1,4 +1,4 @@
-"""Real processes without the seconds of importing torch: forked from one server that has imported every script.
+"""Real processes without the seconds of importing torch: forked from one server that has imported the libraries.
 For example: python -m pytest tests/test_resume.py
 """
 
@@ -30,8 +30,8 @@ class Forked:
         arguments = code, list(map(str, argv)), environment, os.getcwd(), self.log.name
         self.process = CONTEXT.Process(target=execute, args=arguments, daemon=True)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)  # from where the server imports
-            CONTEXT.set_forkserver_preload(sorted(path.stem for path in ROOT.glob("*.py") if path.stem != "conftest"))
+            patch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'tests'}", prepend=os.pathsep)  # for the server
+            CONTEXT.set_forkserver_preload(["libraries"])
             self.process.start()
         self.pid, self.returncode = self.process.pid, None
 

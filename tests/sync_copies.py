@@ -6,74 +6,93 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-MARKER = "# ---- below: what the scripts share, in the order of use, "
-MARKER += "as identical copies (tests/sync_copies.py lists exceptions)\n"
-CLIPPED = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "grpo_process", "grpo_tools")
-ONLINE = ("reinforce", *CLIPPED)
-BLOCK = ONLINE  # all that stands below the line is one text
+MARKER = "# ---- below: what the scripts of this repository share, as identical copies, in the order of use\n"
+REFERENCED = ("grpo", "grpo_process")
+ONLINE = ("reinforce", *REFERENCED, "dr_grpo", "dapo", "gspo", "cispo", "grpo_tools")
 PAIRS = ("reward_model", "dpo")
-SCORED = ("reward_model", "ppo_rlhf")
 SAMPLED = (*ONLINE, "ppo_rlhf")
 LOGPROBS = ("sft", "dpo", *SAMPLED)
 ALL = (*LOGPROBS, "reward_model")
+
+
+def without(scripts, *names):
+    return tuple(script for script in scripts if script not in names)
+
+
 # {scripts: what is identical in them}; a name comes twice where two families have each their own.
 SHARED = {
-    ALL: """init_ranks all_reduce find_precision load_rows load_splits as_messages encode_prompt find_turn_end
-        find_column check_chat read_config
-        add_adapters find_blocks shard compute_in_bfloat16 in_bfloat16 cast open_run load_state catch_signals pick_rows
-        pad_left microbatches step_optimizer append_line log_step read_metrics save merge_adapters end_run""",
-    ("dpo", "reward_model", *SAMPLED): "parse_args",
-    LOGPROBS: "load_model token_logprobs head_logprobs LogprobModel",
-    SAMPLED: """is_right reward_fn score_completions read_prompt check_model generate sample_tokens gathered
-        sample_completions compute_rewards extract_answer find_closing_brace parse_answer parse_gold""",
-    ONLINE: "check_args evaluate load_prompts lookup_logprobs step_metrics log_group",
-    ("sft", "dpo", "reward_model"): "check_args check_context",
-    ("sft", "dpo"): "check_logprobs",
-    ("sft", "ppo_rlhf"): "collate read_chat",
-    ("sft", "dpo", "reward_model", "ppo_rlhf"): "encode_completion pad_right",
+    ALL: """RANK WORLD_SIZE inner_bar LORA_ALPHA parse_args init_ranks multiplies_bfloat16 load_splits find_column
+        as_messages without_nulls encode_prompt find_turn_end add_adapters find_blocks prepare_model use_bfloat16 add_rounding_noise
+        in_bfloat16 cast open_run load_state all_reduce catch_signals append_line mean_metrics pick_rows mix_seed
+        step_optimizer save merge_adapters end_run""",
+    LOGPROBS: "load_model token_logprobs head_logprobs",
+    SAMPLED: """is_right reward_fn score_completions k3 ANSWER_COLUMNS EVAL_SAMPLES NOTATIONS NUMBER load_prompts
+        read_prompts parse_gold extract_answer read_braces parse_answer check_rewards check_model show_first_prompt
+        pad_left gathered sample_tokens are_right microbatches check_sampler""",
+    without(ALL, "sft"): "PROMPT_COLUMNS",
+    without(SAMPLED, "grpo_tools"): "generate sample_completions",
+    without(SAMPLED, "reinforce"): "compute_logprobs",
+    ONLINE: "evaluate read_prompt rollout_metrics log_group log_step LogprobModel",
+    without(ONLINE, "reinforce"): "check_args",
+    (*REFERENCED, "ppo_rlhf"): "without_adapters LoraLinear",
+    without(ALL, *REFERENCED, "ppo_rlhf"): "LoraLinear",
+    ("sft", "dpo", "reward_model"): "check_args",
+    ("sft", "dpo"): "check_model",
+    ("sft", "dpo", "reward_model", "ppo_rlhf"): "encode_completion pad log_step",
     ("dpo", "reward_model", "ppo_rlhf"): "parse_dialogue",
-    PAIRS: "step_metrics load_pairs read_pair split_pair split_chats collate_pairs",
-    SCORED: "load_reward_model hidden_states ScoreModel sequence_scores",
+    PAIRS: "FILLER load_pairs read_pairs read_pair split_pair microbatches count_tokens",
+    ("sft", "ppo_rlhf"): "COMPLETION_COLUMNS read_chat find_chat read_turn",
+    ("reward_model", "ppo_rlhf"): "load_reward_model sequence_scores hidden_states",
 }
 # [(name, the scripts in which it is identical)]
 SHARED = [(name, scripts) for scripts, names in SHARED.items() for name in names.split()]
-# Functions of one name that differ by design: everywhere, or in scripts that are not in the table.
-OWN = {*"Args compute_advantages policy_loss preference_loss accumulate_gradients main".split()}
-OWN_OF = {"parse_args": {"sft"}, "evaluate": {"ppo_rlhf", "reward_model", "sft"}}
-OWN_OF |= dict.fromkeys(("check_args", "load_prompts", "lookup_logprobs", "step_metrics"), {"ppo_rlhf"})
+# What has one name and differs by design: everywhere, or in scripts that are not in the table.
+OWN = {*"HERE PLAIN_NUMBER Args compute_advantages policy_loss preference_loss accumulate_gradients main".split()}
+OWN_OF = {
+    "evaluate": {"ppo_rlhf", "reward_model", "sft", "dpo"},
+    "check_args": {"reinforce", "ppo_rlhf"},
+    "check_model": {"reward_model"},
+    "LogprobModel": {"sft", "dpo"},
+    "generate": {"grpo_tools"},
+    "sample_completions": {"grpo_tools"},
+    "read_prompt": {"ppo_rlhf"},
+    "rollout_metrics": {"ppo_rlhf"},
+    "microbatches": {"sft"},
+    "count_tokens": {"sft"},
+    "FILLER": {"sft"},
+    "PROMPT_COLUMNS": {"sft"},
+}
 
 
 @functools.cache
 def split(source):
-    """{name: source} of the functions and classes in a script's text."""
-    nodes = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-    lines = source.splitlines()
-    first = {node.name: min([node.lineno, *(d.lineno for d in node.decorator_list)]) for node in nodes}
-    return {node.name: "\n".join(lines[first[node.name] - 1 : node.end_lineno]) for node in nodes}
+    """{name: source} of the functions, classes and constants in a script's text."""
+    lines, found = source.splitlines(), {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            found[node.name] = "\n".join(lines[first - 1 : node.end_lineno])
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            found[node.targets[0].id] = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+    return found
 
 
 def definitions(script, folder=ROOT):
-    """{name: source} of the functions and classes of a script."""
+    """{name: source} of the functions, classes and constants of a script."""
     return split((folder / f"{script}.py").read_text(encoding="utf-8"))
 
 
 def carry(source, target, folder=ROOT):
-    """Write source's shared functions into target, both names without .py; return the names of those that changed."""
+    """Write source's shared definitions into target, both names without .py; return the names of those that changed."""
     path = folder / f"{target}.py"
     text, ours, theirs = path.read_text(encoding="utf-8"), definitions(source, folder), definitions(target, folder)
     names = [name for name, scripts in SHARED if source in scripts and target in scripts]
-    whole = source in BLOCK and target in BLOCK
-    missing = [name for name in names if name not in theirs and not whole]
+    missing = [name for name in names if name not in theirs]
     if missing:
         print(f"{target}.py lacks {', '.join(missing)}: add it where main first needs it", file=sys.stderr)
     changed = [name for name in names if name in theirs and ours[name] != theirs[name]]
     for name in changed:
         text = text.replace(theirs[name], ours[name])
-    if whole:
-        block = (folder / f"{source}.py").read_text(encoding="utf-8").partition(MARKER)[2]
-        if text.partition(MARKER)[2] != block:
-            text = text.partition(MARKER)[0] + MARKER + block
-            changed = [*changed, "the block below the line"]
     if changed:
         path.write_text(text, encoding="utf-8")
     return changed

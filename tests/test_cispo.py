@@ -25,7 +25,7 @@ def test_the_weight_is_capped_and_the_gradient_stays():
         _, found, metrics = loss_and_gradient(cispo, helpers.two_completions(advantage, ratio))
         expected = tensor([[-min(ratio, 1.28) * advantage, 0.0], [-advantage, 0.0]])
         assert_close(found, expected)
-        assert metrics["policy/cap_fraction"] == (ratio > 1.28)
+        assert metrics["policy/cap_fraction"] == (ratio > 1.28, 2)
 
 
 def test_without_cap_and_clip_it_has_the_gradient_of_dapo():
@@ -61,7 +61,7 @@ def test_without_a_cap_it_has_the_gradient_of_the_policy_as_it_is_now_for_one_to
     case = cases[longest]
     now = (case["logprobs"] * case["completion_mask"]).sum(1).exp()
     exact = gradient_of(cases["model"], (now * case["advantages"]).sum())
-    inputs = case | {"advantages": case["advantages"] * case["old"], "sampler_logprobs": None}
+    inputs = case | {"advantages": case["advantages"] * case["old"], "sampler_logprobs": case["old_logprobs"]}
     errors = []
     for cap in (1e9, 1.02):
         loss, _ = helpers.policy_loss(cispo, inputs, clip_eps_high=cap - 1)

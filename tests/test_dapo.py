@@ -9,7 +9,7 @@ import torch
 from dapo_ranks import GROUP_SIZE, KINDS, assign, make_rows, scripted_generate
 from helpers import each_invariance, loss_and_gradient, read_oracle, tensor
 from processes import logged, run_on_ranks
-from tiny import TINY, load, parse, read_jsonl, record, shares_changed, write_jsonl
+from tiny import TINY, add_pairs, load, parse, read_jsonl, record, shares_changed, write_jsonl
 from torch.testing import assert_close
 
 import dapo
@@ -33,7 +33,7 @@ def test_it_clips_higher_above_than_below():
     for ratio, is_clipped in ((1.27, False), (1.29, True)):
         _, gradient, metrics = loss_and_gradient(dapo, helpers.two_completions(1.0, ratio))
         assert (gradient[0] == 0).all() == is_clipped
-        assert metrics["policy/clip_fraction_high"] == is_clipped
+        assert metrics["policy/clip_fraction_high"] == (is_clipped, 2)
 
 
 def test_overlong_penalty_by_hand():
@@ -124,19 +124,19 @@ def test_first_groups_with_signal_are_kept_in_order(monkeypatch, name, place):
     rounds = script(monkeypatch, groups, place)
     model, tokenizer = load(dapo, TINY)
     args = dapo.Args(**SIZES)
-    prompts = [dapo.read_prompt(row, tokenizer, args)[0] for row in ROWS]
+    prompts = [dapo.read_prompt(row, args, tokenizer)[0] for row in ROWS]
     policy = dapo.LogprobModel(model)
-    batch, texts, repeated, rows = dapo.sample_groups(policy, tokenizer, prompts, place, args)
+    batch, texts, repeated, rewards, kept = dapo.sample_groups(policy, tokenizer, prompts, place, args)
     sampled = dapo.pick_rows(prompts, place, len(groups), 1)
     assert len(rounds) == len(letters.split())
     assert sum(rounds, []) == [prompt["prompt"] for prompt in sampled]
     assert repeated == [prompt for prompt in sampled for _ in range(GROUP_SIZE)]
-    found = rows.view(-1, GROUP_SIZE)
+    found = kept.view(-1, GROUP_SIZE)
     assert (found[:, 0] // GROUP_SIZE).tolist() == expected
     assert (found.diff(dim=1) == 1).all()
     kinds = [KINDS[kind] for group in groups for kind in dapo_ranks.GROUPS[group]]
     lengths = batch["completion_mask"].sum(1)
-    assert batch["rewards"].tolist() == [is_right for is_right, _ in kinds]
+    assert rewards == [is_right for is_right, _ in kinds]
     assert lengths.tolist() == [length for _, length in kinds]
     assert len(texts) == len(kinds)
     for prompt, ids, mask in zip(repeated, batch["prompt_ids"], batch["prompt_mask"]):
@@ -183,14 +183,13 @@ def test_at_the_cap_it_trains_on_the_groups_found(tmp_path, monkeypatch):
     script(monkeypatch, ["s", "n", "rwwR", "s", "hwWr", "n"])
     calls = record(monkeypatch, dapo, "accumulate_gradients")
     [line] = train(tmp_path, max_rounds=2)
-    [((_, batch, rows, divisor, *_), _)] = calls
+    [((_, batch, indices, divisor, *_), _)] = calls
     assert line["rollout/groups"] == line["rollout/rounds"] == 2
-    assert sorted(rows.tolist()) == [8, 9, 10, 11, 16, 17, 18, 19]
+    assert sorted(indices.tolist()) == [8, 9, 10, 11, 16, 17, 18, 19]
     assert divisor == (8 + 7 + 7 + 16) + (12 + 7 + 16 + 8)
-    assert batch["live"].sum() == 8
     rewards = torch.tensor([1.0, -1.0, -1.0, 0.0, 0.5, -1.0, -2.0, 1.0])
     expected = dapo.compute_advantages(rewards, GROUP_SIZE)
-    assert_close(batch["advantages"][rows.sort().values], expected)
+    assert_close(batch["advantages"][indices.sort().values], expected)
 
 
 def test_advantages_have_the_mapped_reward_and_the_metrics_the_rules(tmp_path, monkeypatch):
@@ -211,11 +210,15 @@ def test_tokens_of_zero_advantage_count_in_the_divisor(tmp_path, monkeypatch):
     script(monkeypatch, ["rwRR"] * 3)
     calls = record(monkeypatch, dapo, "accumulate_gradients")
     [line] = train(tmp_path)
-    [((_, batch, _, divisor, *_), metrics)] = calls
-    assert batch["live"].tolist() == [True, True, False, False] * 3
+    [((_, _, indices, divisor, *_), collected)] = calls
+    assert sorted(indices.tolist()) == [0, 1, 4, 5, 8, 9]
     assert divisor == 3 * (8 + 7 + 16 + 16)
-    assert metrics["num_tokens"] == 3 * (8 + 7)
-    assert line["loss/policy"] == pytest.approx(float(metrics["loss/policy"]) / divisor)
+    metrics = add_pairs(collected)
+    _, num_tokens = metrics["policy/entropy"]
+    assert num_tokens == 3 * (8 + 7)
+    total, count = metrics["loss/policy"]
+    assert count == divisor
+    assert line["loss/policy"] == pytest.approx(total / divisor)
 
 
 def test_every_minibatch_is_divided_by_its_own_tokens(tmp_path, monkeypatch):
@@ -224,10 +227,10 @@ def test_every_minibatch_is_divided_by_its_own_tokens(tmp_path, monkeypatch):
     train(tmp_path, minibatch_size=4)
     seen = []
     divisors = set()
-    for (_, batch, rows, divisor, *_), _ in calls:
-        assert divisor == batch["completion_mask"][rows].sum()
+    for (_, batch, indices, divisor, *_), _ in calls:
+        assert divisor == batch["completion_mask"][indices].sum()
         divisors.add(divisor)
-        seen += rows.tolist()
+        seen += indices.tolist()
     assert sorted(seen) == list(range(12))
     assert len(divisors) > 1
 

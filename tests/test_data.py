@@ -1,6 +1,5 @@
 """Rows of prompts and of pairs: what is read, left out and refused: python -m pytest tests/test_data.py"""
 
-import datetime
 import json
 import re
 import subprocess
@@ -9,11 +8,12 @@ from collections import Counter
 
 import datasets
 import pytest
-from tiny import ROOT, TEMPLATE, assistant, read_jsonl, user, word_tokenizer, write_rows
+from tiny import ROOT, TEMPLATE, TINY, assistant, make_tokenizer, read_jsonl, user, word_tokenizer, write_rows
 
+import dpo
 import grpo
 import ppo_rlhf
-import reward_model
+import sft
 
 pytestmark = pytest.mark.usefixtures("alone")
 DATA = ROOT / "data"
@@ -26,9 +26,9 @@ def load(dataset, tokenizer, **settings):
     return grpo.load_prompts(grpo.Args(dataset=str(dataset), **args), tokenizer)
 
 
-def load_rows(folder, rows, tokenizer, **settings):
+def load_rows(folder, rows, tokenizer, file="rows.jsonl", **settings):
     """Training and held-out prompts of these rows."""
-    return load(write_rows(folder / "rows.jsonl", rows), tokenizer, **settings)
+    return load(write_rows(folder / file, rows), tokenizer, **settings)
 
 
 def prompts_of(rows):
@@ -39,11 +39,14 @@ def prompts_of(rows):
 
 
 @pytest.mark.parametrize("suffix", [".json", ".jsonl", ".csv", ".parquet"])
-def test_a_file_gives_a_sample_of_its_rows_as_held_out(tmp_path, tokenizer, suffix):
+def test_a_file_gives_a_fifth_of_its_rows_as_held_out_at_most(tmp_path, tokenizer, suffix, capsys):
     dataset = write_rows(tmp_path / f"rows{suffix}", ROWS)
-    train, held_out = load(dataset, tokenizer, eval_prompts=3)
-    assert prompts_of(held_out) == ["2+1=", "5+1=", "8+1="]
-    assert prompts_of(train) == [prompt for prompt in prompts_of(ROWS) if prompt not in prompts_of(held_out)]
+    for eval_prompts, expected in ((0, []), (1, ["5+1="]), (9, ["2+1=", "5+1="])):
+        train, held_out = load(dataset, tokenizer, eval_prompts=eval_prompts)
+        assert prompts_of(held_out) == expected
+        assert prompts_of(train) == [prompt for prompt in prompts_of(ROWS) if prompt not in expected]
+        line = f"{dataset}: columns ['prompt', 'answer'], {len(expected)} rows of the split train are held out\n"
+        assert line in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
@@ -51,11 +54,20 @@ def test_held_out_rows_of_sorted_data_are_from_all_over(tmp_path, split):
     rows = [{"place": i} for i in range(1000)]
     write_rows(tmp_path / "data" / "train.jsonl", rows)
     write_rows(tmp_path / "data" / f"{split}.jsonl", rows)
-    (_, _, held_out), _ = grpo.load_splits(str(tmp_path / "data"), 200)
+    _, held_out = grpo.load_splits(str(tmp_path / "data"), 200)
     places = [row["place"] for row in held_out]
     assert places == sorted({*places})
     quarters = Counter(place // 250 for place in places)
     assert all(30 <= quarters[quarter] <= 70 for quarter in range(4))
+
+
+def write_splits(folder, splits):
+    """A clone of a Hub data set: its README.md names configs and files."""
+    lines = ["---", "configs:", "- config_name: main", "  data_files:"]
+    for split in splits:
+        write_rows(folder / f"{split}.jsonl", [{"prompt": f"{split} {i}"} for i in range(9)])
+        lines += [f"  - split: {split}", f"    path: {split}.jsonl"]
+    (folder / "README.md").write_text("\n".join([*lines, "---"]))
 
 
 @pytest.mark.parametrize(
@@ -63,24 +75,24 @@ def test_held_out_rows_of_sorted_data_are_from_all_over(tmp_path, split):
     [
         (["train", "validation", "test"], "", ["test", "train"]),
         (["train", "validation"], "", ["validation", "train"]),
-        (["train_prefs", "test_prefs", "train_sft", "test_sft"], "", ["test_sft", "train_sft"]),  # the shortest name
         (["train_prefs", "test_prefs", "train_sft"], "::train_prefs", ["test_prefs", "train_prefs"]),
         (["train", "odd"], ":main:odd", ["odd", "odd"]),
         (["test"], ":main", ["test", "train"]),
     ],
 )
 def test_a_config_and_a_split_are_named_after_colons(tmp_path, splits, suffix, expected):
-    """The folder is a clone of a Hub data set: its README.md names configs and files."""
-    lines = ["---", "configs:", "- config_name: main", "  data_files:"]
-    for split in splits:
-        write_rows(tmp_path / f"{split}.jsonl", [{"prompt": f"{split} {i}"} for i in range(4)])
-        lines += [f"  - split: {split}", f"    path: {split}.jsonl"]
-    (tmp_path / "README.md").write_text("\n".join([*lines, "---"]))
-    (*held_out, rows), (*training, others) = grpo.load_splits(f"{tmp_path}{suffix}", 3)
-    assert held_out == ["held-out", expected[0]]
-    assert training == ["training", expected[1]]
-    assert {row["prompt"].split()[0] for row in rows} == {expected[0]}
-    assert {row["prompt"].split()[0] for row in others} <= {expected[1]}
+    write_splits(tmp_path, splits)
+    training, held_out = grpo.load_splits(f"{tmp_path}{suffix}", 3)
+    assert {row["prompt"].split()[0] for row in held_out} == {expected[0]}
+    assert {row["prompt"].split()[0] for row in training} <= {expected[1]}
+    assert len(held_out) == (1 if expected[0] == expected[1] else 3)  # a fifth of the nine, or as many as asked for
+
+
+def test_where_a_split_is_missing_those_there_are_are_named(tmp_path):
+    write_splits(tmp_path, ["train_sft", "test_sft"])
+    for suffix in ("", "::train", "::train_SFT"):
+        with pytest.raises(SystemExit, match=r"has only the splits \['train_sft', 'test_sft'\]: name one of them"):
+            grpo.load_splits(f"{tmp_path}{suffix}", 3)
 
 
 def test_a_test_split_alone_is_evaluated_but_not_trained_on(tmp_path, tokenizer):
@@ -88,7 +100,7 @@ def test_a_test_split_alone_is_evaluated_but_not_trained_on(tmp_path, tokenizer)
     train, held_out = load(tmp_path, tokenizer, eval_prompts=4, num_steps=0)
     assert train == []
     assert len(held_out) == 4
-    with pytest.raises(SystemExit, match=r"no training row is left .--eval-prompts holds out 4.: 0 training rows of "):
+    with pytest.raises(SystemExit, match=f"^{tmp_path}: no prompt is left for training$"):
         load(tmp_path, tokenizer, eval_prompts=4)
 
 
@@ -127,7 +139,7 @@ def test_a_prompt_has_its_answer_and_the_other_columns_of_its_row(tmp_path, toke
 @pytest.mark.parametrize(
     "value, text",
     [(0.00001, "0.00001"), (1e22, "1" + "0" * 22), (3.0, "3.0"), (72, "72"), (None, ""), (float("nan"), "")]
-    + [("007", "007"), ("[1, 2]", "[1, 2]"), ('[{"role": "user", "content": "1"}]', [user("1")])],
+    + [("007", "007"), ("[1, 2]", "[1, 2]"), ([user("1")], [user("1")])],
 )
 def test_a_column_is_a_text_or_messages_whatever_it_was_read_as(value, text):
     assert grpo.find_column({"other": "x", "answer": value, "solution": "y"}, ("prompt", "answer", "solution")) == text
@@ -142,25 +154,43 @@ def test_numbers_of_a_csv_keep_their_digits_beside_a_gap(tmp_path, tokenizer, ga
     assert answers == ["2", "12345678901234567", "0.50"]
 
 
-def test_the_answer_of_a_verl_data_set(tmp_path, tokenizer):
-    rows = [{"prompt": [user(f"1+{i}=")], "reward_model": {"ground_truth": i}} for i in range(4)]
-    train, _ = load(write_rows(tmp_path / "rows.parquet", rows), tokenizer)
-    assert [prompt["answer"] for prompt in train] == ["0", "1", "2", "3"]
-
-
 @pytest.mark.parametrize(
     "row, message",
     [
-        ({"prompt": ["a"], "answer": "2"}, "AttributeError"),
-        ({"prompt": "1+1=", "answer": "2", "prompt_ids": [1]}, "writes a column prompt_ids of its own"),
-        ({"input": "1+1=", "target": "2"}, "one of the columns prompt, question, problem .*input, target"),
-        ({"prompt": "1+1=", "answer": datetime.date(2024, 5, 1)}, "the column answer was read as a date: write it as"),
+        ({"prompt": ["a"], "answer": "2"}, "TypeError"),
+        ({"prompt": [{"from": "human", "value": "1+1="}], "answer": "2"}, "KeyError.'role'"),
+        ({"prompt": "1+1=", "answer": ["2"]}, "AttributeError"),
+        ({"prompt": "1+1=", "answer": "2", "tools": "add"}, "Tools should either be a JSON schema"),
     ],
 )
 def test_a_row_that_cannot_be_read_is_named(tmp_path, tokenizer, row, message):
     dataset = write_rows(tmp_path / "rows.parquet", [row])
     with pytest.raises(SystemExit, match=f"^{dataset}, training row 0: .*{message}.*; the row is {{'"):
+        load(dataset, tokenizer, system_prompt="be brief")
+
+
+def test_what_the_model_reads_is_printed(tmp_path, tokenizer, capsys):
+    """The first prompt with its special tokens, its answer and how it is read, and the tokens that end a completion."""
+    [prompt, *_], _ = load_rows(tmp_path, ROWS, tokenizer)
+    capsys.readouterr()
+    grpo.show_first_prompt(prompt | {"answer": "1+1=2 #### 2"}, grpo.load_model(TINY, tokenizer), tokenizer)
+    lines = ["the first prompt: '<|user|>1+1=<|assistant|>'", "its answer: '1+1=2 #### 2'"]
+    lines += ["a right completion must give: 2", "tokens that end a completion: ['<|end|>']"]
+    assert capsys.readouterr().out.splitlines() == lines
+
+
+def test_rows_without_answers_need_a_reward_of_ones_own():
+    with pytest.raises(ValueError, match="no answer .column answer, solution, ground_truth.: it needs a reward"):
+        grpo.reward_fn("2", None)
+
+
+def test_columns_that_are_missing_are_named(tmp_path, tokenizer, capsys):
+    dataset = write_rows(tmp_path / "rows.jsonl", [{"input": "1+1=", "target": "2"}] * 4)
+    with pytest.raises(SystemExit, match="no prompt is left for training"):
         load(dataset, tokenizer)
+    said = capsys.readouterr().out
+    assert "columns ['input', 'target']" in said
+    assert "dropped: {'without one of the columns prompt, question, problem': 4}" in said
 
 
 # ---- rows that are left out
@@ -168,14 +198,16 @@ def test_a_row_that_cannot_be_read_is_named(tmp_path, tokenizer, row, message):
 
 def test_training_rows_with_a_held_out_prompt_are_dropped_and_counted(tmp_path, tokenizer, capsys):
     """Whatever their answers, and also those that are only equal as the model reads them."""
-    rows = [{"prompt": f"{i % 5}+1=", "answer": str(i)} for i in range(20)]
-    rows += [{"prompt": json.dumps([user(f"{i}+1=")]), "answer": "1"} for i in range(5)]
+    system = {"role": "system", "content": "1"}
+    rows = [{"prompt": [user(f"{i % 5}+1=")], "answer": str(i), "system": "1"} for i in range(20)]
+    rows += [{"prompt": [system, user(f"{i}+1=")], "answer": "1", "system": None} for i in range(5)]
     train, held_out = load_rows(tmp_path, rows, tokenizer, eval_prompts=2)
     texts = [{tokenizer.decode(row["prompt_ids"]) for row in part} for part in (train, held_out)]
     assert len(held_out) == 2
     assert not texts[0] & texts[1]
     assert len(texts[0] | texts[1]) == 5
-    assert f"dropped: {{'with a held-out prompt': {25 - len(train)}}}\n" in capsys.readouterr().out
+    line = f"\n{len(train)} training rows, dropped: {{'with a held-out prompt': {25 - len(train)}}}\n"
+    assert line in capsys.readouterr().out
 
 
 def test_long_prompts_are_dropped_and_counted(tmp_path, tokenizer, capsys):
@@ -183,27 +215,23 @@ def test_long_prompts_are_dropped_and_counted(tmp_path, tokenizer, capsys):
     train, _ = load_rows(tmp_path, rows, tokenizer, max_prompt_length=6)
     assert prompts_of(train) == ["0+1=", "2+1=", "4+1="]
     said = capsys.readouterr().out
-    assert re.search("\n3 training rows of .*, dropped: {'too long': 3}\n", said)
-
-
-PROSE = "It is the sum of both numbers, which anyone can find by counting."
+    assert "\n3 training rows, dropped: {'with a too long prompt': 3}\n" in said
 
 
 @pytest.mark.parametrize(
     "row, reason",
     [
-        ({"prompt": " \n"}, "without a user's turn at its end"),
-        ({"prompt": None}, "without a user's turn at its end"),
-        ({"prompt": [user("1+1="), assistant("2")]}, "without a user's turn at its end"),
-        ({"prompt": [user("")]}, "without a user's turn at its end"),
-        ({"prompt": [], "system": "be brief"}, "without a user's turn at its end"),
-        ({"answer": " "}, "without an answer that a completion can match"),
-        ({"answer": None}, "without an answer that a completion can match"),
-        ({"answer": PROSE}, "without an answer that a completion can match"),
+        ({"prompt": ""}, "without one of the columns prompt, question, problem"),
+        ({"prompt": None}, "without one of the columns prompt, question, problem"),
+        ({"prompt": [], "system": "be brief"}, "without one of the columns prompt, question, problem"),
+        ({"answer": " "}, "without an answer"),
+        ({"answer": None}, "without an answer"),
+        ({"answer": "."}, "without an answer"),
     ],
 )
 def test_why_a_prompt_is_left_out(tokenizer, row, reason):
-    assert grpo.read_prompt({"prompt": "1+1=", "answer": "2", **row}, tokenizer, grpo.Args()) == [reason]
+    args = grpo.Args(system_prompt="")
+    assert grpo.read_prompt({"prompt": "1+1=", "answer": "2", **row}, args, tokenizer) == (None, reason)
 
 
 # ---- chat templates
@@ -230,42 +258,40 @@ def test_prompts_with_a_chat_template_have_one_bos_and_one_system_message(tmp_pa
     assert " ".join(tokenizer.convert_ids_to_tokens(prompt["prompt_ids"])) == expected
 
 
-def test_of_a_message_its_role_and_text_are_kept():
-    empty = {"tool_calls": None, "name": None, "images": []}  # as parquet fills them in
-    assert grpo.as_messages([user("one") | empty]) == [user("one")]
-    assert grpo.as_messages([user(None) | empty]) == [user("")]
-
-
-@pytest.mark.parametrize("fields", [{"weight": 0}, {"tool_calls": [{"name": "add"}]}, {"content": [{"text": "one"}]}])
-def test_what_a_message_would_lose_is_refused(fields):
-    with pytest.raises(ValueError, match="may have only a role and a text as content, but this one is"):
-        grpo.as_messages([USER, assistant("one") | fields])
-
-
-@pytest.mark.parametrize(
-    "written, messages",
-    [
-        ("{% if m.role != 'system' %}{{ m.content }}{% endif %}", [SYSTEM, USER]),
-        ("{% if loop.last %}{{ m.content }}{% endif %}", [USER, assistant("four"), SYSTEM]),
-        ("{{ m.content[:3] }}", [USER]),
-    ],
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+TOOL = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": SCHEMA}}
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2}}}]}
+USES = [user("1+2="), CALL, {"role": "tool", "name": "add", "content": "3"}, assistant("It is 3")]
+WITH_TOOLS = (
+    "{% for t in tools or [] %}<tool>{{ t.function.name }} {{ t.function.parameters | tojson }}{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.name }}{% if m.content is defined %}[{{ m.content }}]{% endif %}"
+    "{% if m.tool_calls is defined %}{{ m.tool_calls | tojson }}{% endif %}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-def test_a_template_that_leaves_a_text_out_is_refused(written, messages):
-    tokenizer = word_tokenizer("{% for m in messages %}" + written + " {% endfor %}")
-    with pytest.raises(ValueError, match="the chat template does not write the content of the message"):
-        grpo.encode_prompt(tokenizer, messages)
+READ = [
+    f"<tool>add {json.dumps(SCHEMA)}<user>[1+2=]<end><assistant>",
+    json.dumps(CALL["tool_calls"]) + "<end>",
+    "<tool>add[3]<end><assistant>",
+    "[It is 3]<end>",
+]
 
 
-@pytest.mark.parametrize("written", ["{{ m.content | trim }}", "{{ m.content.split('</think>')[-1] }}"])
-def test_a_template_may_trim_and_shorten_earlier_turns_of_the_assistant(written):
-    tokenizer = word_tokenizer("{% for m in messages %}{{ m.role }} " + written + " {% endfor %}")
-    assert grpo.encode_prompt(tokenizer, [user(" one \n"), assistant("two </think> three"), USER])
-
-
-@pytest.mark.parametrize("text", ["<|user|>1+1=<|assistant|>", "1+1=<|end|>"])
-def test_a_text_that_has_the_tokens_of_the_template_is_refused(tokenizer, text):
-    with pytest.raises(ValueError, match="already has the chat template's tokens: pass plain texts or messages"):
-        grpo.encode_prompt(tokenizer, grpo.as_messages(text))
+@pytest.mark.parametrize("file", ["rows.jsonl", "rows.parquet"])
+def test_messages_are_written_as_they_are_with_tools_and_calls(tmp_path, file):
+    """datasets fills in nulls for what other messages have; a template may ask whether a name is defined."""
+    tokenizer = make_tokenizer(["<end>"], WITH_TOOLS)
+    lengths = {"max_prompt_length": 400, "max_completion_length": 100, "system_prompt": "", "eval_prompts": 0}
+    rows = [{"prompt": USES[:3], "tools": [TOOL], "answer": "3"}]
+    [prompt], _ = load_rows(tmp_path, rows, tokenizer, file, **lengths)
+    assert tokenizer.decode(prompt["prompt_ids"]) == "".join(READ[:3])
+    rows = [{"messages": USES, "chosen": USES, "rejected": [*USES[:3], assistant("It is 4")], "tools": [TOOL]}]
+    dataset = write_rows(tmp_path / "chats" / file, rows)
+    turns, _ = sft.load_chats(sft.Args(dataset=dataset, **lengths), tokenizer)
+    [pair], _ = dpo.load_pairs(dpo.Args(dataset=dataset, **lengths), tokenizer)
+    found = [(turn["prompt_ids"], turn["completion_ids"]) for turn in turns]
+    found.append((pair["prompt_ids"], pair["chosen_ids"]))
+    last = ("".join(READ[:3]), READ[3])
+    assert [tuple(map(tokenizer.decode, ids)) for ids in found] == [(READ[0], READ[1]), last, last]
 
 
 # ---- the order of rows
@@ -296,11 +322,14 @@ DIALOGUES = {"chosen": DIALOGUE + " 4", "rejected": DIALOGUE + " 5"}
 PAIR = {"prompt": "2+2=", "chosen": "4", "rejected": "5"}
 
 
+WITHOUT_COLUMNS = "without the columns chosen and rejected, and a prompt that both share"
+
+
 def load_pairs(folder, rows, tokenizer, **settings):
     """Pairs for training."""
     dataset = write_rows(folder / "pairs.jsonl", rows)
     args = {"max_prompt_length": 32, "max_completion_length": 48, "system_prompt": "", "eval_prompts": 0} | settings
-    train, _ = reward_model.load_pairs(reward_model.Args(dataset=dataset, **args), tokenizer)
+    train, _ = dpo.load_pairs(dpo.Args(dataset=dataset, **args), tokenizer)
     return train
 
 
@@ -319,7 +348,6 @@ def texts_of(pair, tokenizer):
         ({"prompt": HISTORY, **ANSWERS}, HISTORY),
         ({"prompt": "2+2=", **CHATS}, HISTORY),
         (CHATS, HISTORY),
-        ({name: json.dumps(chat) for name, chat in CHATS.items()}, HISTORY),
         (DIALOGUES, HISTORY),
     ],
 )
@@ -338,19 +366,17 @@ def test_a_dialogue_is_encoded_as_text_without_a_chat_template(tmp_path, tokeniz
     assert texts_of(pair, tokenizer)[1:] == [" 4<|end|>", " 5<|end|>"]
 
 
-def test_dialogues_of_hh_are_split_at_the_last_common_turn():
+def test_dialogues_of_hh_are_split_at_the_last_turn_where_what_precedes_it_is_the_same():
     for row in read_jsonl(ROOT / "tests" / "data" / "hh_60.jsonl"):
-        chosen, rejected = (row[name].split("\n\nAssistant:") for name in ("chosen", "rejected"))
-        same = 0
-        while same + 1 < min(len(chosen), len(rejected)) and chosen[same] == rejected[same]:
-            same += 1
-        parts = ["\n\nAssistant:".join(turns) for turns in (chosen[:same], chosen[same:], rejected[same:])]
-        parts[0] += "\n\nAssistant:"
-        assert [*reward_model.split_pair(row, False)] == parts
-        prompt, *completions = reward_model.split_pair(row, True)
-        assert completions == [part.strip() for part in parts[1:]]
+        heads, answers = zip(*(row[name].rsplit("\n\nAssistant:", 1) for name in ("chosen", "rejected")))
+        if heads[0] != heads[1]:
+            assert dpo.split_pair(row, False) == dpo.split_pair(row, True) == ([], None, None)
+            continue
+        assert dpo.split_pair(row, False) == ([user(heads[0] + "\n\nAssistant:")], *map(assistant, answers))
+        prompt, *completions = dpo.split_pair(row, True)
+        assert completions == [assistant(answer.strip()) for answer in answers]
         assert prompt[0]["role"] == prompt[-1]["role"] == "user"
-        contents = re.split(r"\n\n(?:Human|Assistant):", parts[0])[1:-1]
+        contents = re.split(r"\n\n(?:Human|Assistant):", heads[0])[1:]
         assert [message["content"] for message in prompt] == [content.strip() for content in contents]
 
 
@@ -365,7 +391,7 @@ def test_dialogues_of_hh_are_split_at_the_last_common_turn():
     ],
 )
 def test_no_prompt_is_shared(row):
-    assert not reward_model.split_pair(row, True)[0]
+    assert not dpo.split_pair(row, True)[0]
 
 
 def test_only_the_prompt_begins_with_a_bos_token(tmp_path):
@@ -381,40 +407,42 @@ def test_only_the_prompt_begins_with_a_bos_token(tmp_path):
     "row, reason",
     [
         ({"rejected": "4"}, "with two equal completions"),
-        ({"chosen": None}, "without a common prompt and two completions"),
-        ({"rejected": " \n"}, "without a common prompt and two completions"),
-        ({"prompt": ""}, "without a common prompt and two completions"),
-        ({"prompt": None, **CHATS, "rejected": ANSWERS["rejected"]}, "without a common prompt and two completions"),
-        ({"prompt": "1+2="}, None),  # 6 tokens
-        ({"prompt": "1+22="}, "too long"),
-        ({"chosen": "1" * 7}, None),  # 8 tokens with the stop token
-        ({"chosen": "1" * 8}, "too long"),
-        ({"rejected": "1" * 8}, "too long"),
+        ({"chosen": None}, WITHOUT_COLUMNS),
+        ({"rejected": ""}, WITHOUT_COLUMNS),
+        ({"rejected": [assistant("")]}, "with an empty completion"),
+        ({"prompt": ""}, WITHOUT_COLUMNS),
+        ({"prompt": None, **CHATS, "rejected": ANSWERS["rejected"]}, WITHOUT_COLUMNS),
+        ({"prompt": "1+2="}, ""),  # 6 tokens
+        ({"prompt": "1+22="}, "with a too long prompt"),
+        ({"chosen": "1" * 7}, ""),  # 8 tokens with the stop token
+        ({"chosen": "1" * 8}, "with a too long completion"),
+        ({"rejected": "1" * 8}, "with a too long completion"),
     ],
 )
 def test_why_a_pair_is_left_out(tokenizer, row, reason):
-    args = reward_model.Args(max_prompt_length=6, max_completion_length=8, system_prompt="")
-    [found] = reward_model.read_pair(PAIR | row, tokenizer, args)
-    assert found == reason or (reason is None and "chosen_ids" in found)
+    args = dpo.Args(max_prompt_length=6, max_completion_length=8, system_prompt="")
+    pair, found = dpo.read_pair(PAIR | row, tokenizer, args)
+    assert found == reason and (pair is None) == (reason != "")
 
 
-@pytest.mark.parametrize(
-    "row, message",
-    [
-        ({"prompt": "2+2=", "chosen": "4"}, "columns rejected is needed, but the row has only prompt, chosen"),
-        (PAIR | {"rejected": "9<|end|>"}, "'9<.end.>' already has the chat template's tokens"),
-        (PAIR | {"chosen": {"a": 1}}, "the column chosen was read as a dict"),
-        (PAIR | {"rejected": [1]}, "AttributeError"),
-    ],
-)
-def test_a_row_that_is_no_pair_is_named(tmp_path, tokenizer, row, message):
-    with pytest.raises(SystemExit, match=f"pairs.jsonl, training row 0: .*{message}.*; the row is {{"):
-        load_pairs(tmp_path, [row], tokenizer)
+def test_a_row_whose_prompt_does_not_begin_its_chat_is_left_out(tmp_path, tokenizer, capsys):
+    """This template opens an answer to a seven with a 1, which the chats do not have."""
+    tokenizer.chat_template += "{% if add_generation_prompt and '7' in messages[0].content %}1{% endif %}"
+    load_pairs(tmp_path, [PAIR | {"prompt": "7+1="}, PAIR], tokenizer)
+    said = capsys.readouterr().out
+    assert "dropped: {'whose prompt reads differently when a completion follows': 1}" in said
+    prompt = "the first prompt: '<|user|>2+2=<|assistant|>'"
+    assert f"{prompt}; trained after it: chosen '4<|end|>', rejected '5<|end|>'\n" in said
+
+
+def test_a_row_that_is_no_pair_is_named(tmp_path, tokenizer):
+    with pytest.raises(SystemExit, match="pairs.jsonl, training row 0: KeyError.'role'.; the row is {"):
+        load_pairs(tmp_path, [PAIR | {"chosen": [{"text": "4"}]}], tokenizer)
 
 
 @pytest.mark.parametrize("row", [CHATS, DIALOGUES])
 def test_ppo_samples_after_what_precedes_the_last_turn_of_chosen(tokenizer, row):
-    [prompt] = ppo_rlhf.read_any_prompt(row, tokenizer, ppo_rlhf.Args(system_prompt=""))
+    prompt, _ = ppo_rlhf.read_prompt(row, ppo_rlhf.Args(system_prompt=""), tokenizer)
     assert tokenizer.decode(prompt["prompt_ids"]) == "<|user|>1+1=<|assistant|>2<|end|><|user|>2+2=<|assistant|>"
 
 

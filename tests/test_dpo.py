@@ -44,8 +44,7 @@ def test_loss_by_hand(smoothing):
         "pair/chosen_log_ratio": 0.0,
         "pair/rejected_log_ratio": 2.0,
     }
-    found = {name: value.item() for name, value in metrics.items()}
-    assert found == pytest.approx(expected, rel=1e-12)
+    assert metrics == pytest.approx(expected, rel=1e-12)
 
 
 # ---- other libraries' numbers
@@ -68,7 +67,7 @@ def test_loss_is_that_of_its_authors(case):
         expected_gradient = tensor(expected[f"grad_{kind}"])
         assert_close(gradient / count, expected_gradient, rtol=1e-9, atol=1e-12)
         expected_reward = sum(expected[f"{kind}_rewards"])
-        assert metrics[f"pair/{kind}_reward"].item() == pytest.approx(expected_reward, rel=1e-9)
+        assert metrics[f"pair/{kind}_reward"] == pytest.approx(expected_reward, rel=1e-9)
 
 
 @pytest.mark.parametrize("case", read_oracle("dpo_trl"), ids=lambda case: case["name"])
@@ -87,7 +86,7 @@ def test_loss_is_that_of_trl(case):
     assert_close(loss, tensor(expected["loss"]), rtol=1e-9, atol=0)
     expected_gradient = tensor(expected["grad_logp"])
     assert_close(logprobs.grad, expected_gradient, rtol=1e-9, atol=1e-12)
-    margin = metrics["pair/margin"].item() / len(chosen)
+    margin = metrics["pair/margin"][0].item() / len(chosen)
     assert margin == pytest.approx(expected["metrics"]["rewards/margins"], rel=1e-9)
 
 
@@ -134,30 +133,11 @@ def test_sums_of_log_probabilities_are_in_the_order_of_the_pairs(budget):
     policy = dpo.LogprobModel(build_model("llama"))
     args = dpo.Args(microbatch_tokens=budget)
     found = dpo.look_up_pairs(policy, PAIRS, args)
-    assert not found.requires_grad
-    prompts = dpo.pad_left(PAIRS, "cpu")
-    for kind, sums in zip(KINDS, found):
-        completions = dpo.pad_right([pair[f"{kind}_ids"] for pair in PAIRS], "cpu")
+    prompts = dpo.pad([pair["prompt_ids"] for pair in PAIRS], "cpu")
+    for kind, sums in zip(KINDS, zip(*found)):
+        completions = dpo.pad([pair[f"{kind}_ids"] for pair in PAIRS], "cpu")
         logprobs, _ = dpo.token_logprobs(policy.model, *prompts, *completions, 1.0)
-        expected = logprobs.sum(1).detach()
-        assert_close(sums, expected, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.usefixtures("alone")
-def test_log_probabilities_of_more_pairs_than_are_read_at_once():
-    """Pairs are read 1024 at a time."""
-    policy = dpo.LogprobModel(build_model("llama"))
-    args = dpo.Args(microbatch_tokens=2048)
-    pairs = []
-    for i in range(1030):
-        chosen_ids = [i % 11, 1]
-        rejected_ids = [i // 11 % 11, i % 7, 1]
-        pair = {"prompt_ids": [2], "chosen_ids": chosen_ids, "rejected_ids": rejected_ids}
-        pairs.append(pair)
-    some = [0, 1023, 1024, 1029]
-    found = dpo.look_up_pairs(policy, pairs, args)
-    expected = dpo.look_up_pairs(policy, [pairs[i] for i in some], args)
-    assert_close(found[:, some], expected, rtol=1e-9, atol=0)
+        assert sums == pytest.approx(logprobs.sum(1).tolist(), rel=1e-9)
 
 
 # ---- a short run

@@ -256,7 +256,7 @@ def test_main_gives_each_token_the_rewards_of_the_steps_to_come(tmp_path, monkey
     line, batch = train(tmp_path, monkeypatch, step_rewards)
     [((_, tokenizer, prompts, *_), (_, texts))] = rollouts
     assert asked == [(text, prompt["prompt"]) for text, prompt in zip(texts, prompts)]
-    rewards = batch["rewards"].tolist()
+    rewards = grpo_process.score_completions(texts, prompts)
     steps = []
     for ids, text, reward in zip(batch["completion_ids"].tolist(), texts, rewards):
         steps.append(grpo_process.find_steps(tokenizer, ids, text, {"prompt": ""}, reward))
@@ -286,7 +286,7 @@ def test_groups_of_equal_steps_cost_no_pass(tmp_path, monkeypatch):
     monkeypatch.setattr(grpo_process, "reward_fn", lambda *_: 0.0)
     calls = record(monkeypatch, grpo_process, "policy_loss")
     line, batch = train(tmp_path, monkeypatch, step_rewards)
-    assert batch["live"].tolist() == [False] * 4 + [True] * 12
+    assert batch["advantages"].any(1).tolist() == [False] * 4 + [True] * 12
     assert sum(len(logprobs) for (logprobs, *_), _ in calls) == 12
     assert line["reward/mean"] == 0
     assert line["optim/grad_norm"] > 0

@@ -1,7 +1,6 @@
 """A tool's replies are outside the loss and inside the context: python -m pytest tests/test_grpo_tools.py"""
 
 import itertools
-import math
 import re
 
 import helpers
@@ -49,13 +48,11 @@ def sample(monkeypatch, tool, prompts=("12+34=",), num_samples=8, temperature=1.
     args = grpo_tools.Args(**settings)
     rows = []
     for prompt in prompts:
-        prompt_ids = grpo_tools.encode_prompt(tokenizer, grpo_tools.as_messages(prompt, ""))
+        prompt_ids = grpo_tools.encode_prompt(tokenizer, grpo_tools.as_messages(prompt, "user"), None)
         rows += [{"prompt_ids": prompt_ids}] * num_samples
     policy = grpo_tools.LogprobModel(model)
-    edit = grpo_tools.ToolUse(tokenizer, args)
     torch.manual_seed(0)
-    batch, texts = grpo_tools.sample_completions(policy, tokenizer, rows, temperature, args, edit)
-    batch["action_mask"] = batch["completion_mask"] * batch["sampler_logprobs"].isfinite()
+    batch, texts = grpo_tools.sample_completions(policy, tokenizer, rows, temperature, args)
     return batch, texts, model, tokenizer
 
 
@@ -97,35 +94,41 @@ def test_several_calls_a_completion_and_what_they_leave(rollout_batch_size, monk
     assert not batch["truncated"].any()
 
 
+def write(monkeypatch, tool, draws):
+    """Generate with this tool where these tokens are drawn (T, B), each with log-probability -0.5; return lists."""
+    model, tokenizer = load(grpo_tools, TINY)
+    rows = iter(torch.tensor(draws))
+    monkeypatch.setattr(grpo_tools, "tool_fn", tool)
+    monkeypatch.setattr(grpo_tools, "sample_tokens", lambda logits, _: (next(rows), torch.full(logits.shape[:1], -0.5)))
+    prompts = torch.ones(2, len(draws[0]), 3, dtype=torch.long)
+    found = grpo_tools.generate(model, *prompts, len(draws), 1.0, model.generation_config.eos_token_id, tokenizer, 6)
+    return [values.tolist() for values in found]
+
+
 def test_the_tool_is_asked_only_after_tokens_that_can_end_a_call(monkeypatch, tokenizer):
     asked = []
 
     def tool(text):
         asked.append(text)
 
-    monkeypatch.setattr(grpo_tools, "tool_fn", tool)
-    ids = tokenizer.encode("12+34=46;46+8=54", add_special_tokens=False)
-    write = grpo_tools.ToolUse(tokenizer, grpo_tools.Args(tool_tokens=64))
     tool.ends = "="
-    for t, token in enumerate(ids):
-        draw = [torch.tensor([value]) for value in (0, token, -0.5, False)]
-        write(t, *draw)
-    assert asked == ["12+34=", "12+34=46;46+8="]
+    ids = tokenizer.encode("12+34=46;46+8=54", add_special_tokens=False)
+    write(monkeypatch, tool, [[token] for token in ids])
+    assert asked == ["12+34=", "…;46+8="]  # all of six tokens, and the last six of more
 
 
 def test_what_is_drawn_where_a_reply_is_written_is_thrown_away(monkeypatch, tokenizer):
     """Be it a stop token, whose own reply would be another turn."""
-    monkeypatch.setattr(grpo_tools, "tool_fn", lambda text: "46" if text.endswith(("=", "<|end|>")) else "")
+
+    def tool(text):
+        return "46" if text.endswith(("=", "<|end|>")) else ""
+
     equals, end, four, six = tokenizer.convert_tokens_to_ids(["=", "<|end|>", "4", "6"])
-    write = grpo_tools.ToolUse(tokenizer, grpo_tools.Args(tool_tokens=64))
-    written = []
-    for t, tokens in enumerate(([equals, four], [end, end], [end, end])):
-        tokens = torch.tensor(tokens)
-        draw = [torch.tensor([0, 1]), tokens, torch.tensor([-0.5, -0.5]), tokens == end]
-        written.append([values.tolist() for values in write(t, *draw)])
-    assert written[0] == [[equals, four], [-0.5, -0.5], [False, False]]
-    assert written[1] == [[four, end], [-math.inf, -0.5], [False, False]]  # the second row's end is answered
-    assert written[2] == [[six, four], [-math.inf, -math.inf], [False, False]]
+    ids, mask, actions, logprobs = write(monkeypatch, tool, [[equals, four], [end, end], [end, end]])
+    assert ids == [[equals, four, six], [four, end, four]]  # the second row's end is answered
+    assert mask == [[1, 1, 1], [1, 1, 1]]
+    assert actions == [[1, 0, 0], [1, 1, 0]]
+    assert logprobs == [[-0.5, 0, 0], [-0.5, -0.5, 0]]
 
 
 @pytest.mark.parametrize("form", ["chatml", "gemma"])
@@ -201,7 +204,8 @@ def test_expected_gradient_is_that_of_the_expected_reward():
 
     def error(trained):
         advantages = rewards * probabilities.detach() * trained.sum(1)  # the loss divides by the length
-        loss, _ = grpo_tools.policy_loss(logprobs, logprobs.detach(), advantages, trained, 0.2)
+        inputs = {"logprobs": logprobs, "old_logprobs": logprobs.detach(), "advantages": advantages}
+        loss, _ = helpers.policy_loss(grpo_tools, inputs, completion_mask=trained)
         return relative_error(-gradient_of(model, loss), exact)
 
     assert error(drawn) < 1e-9
@@ -241,7 +245,9 @@ def test_tokens_of_the_tool_have_no_part_in_loss_gradient_or_metrics():
     assert gradient.norm() > 0
     assert torch.equal(gradient, other_gradient)
     assert totals == other_totals
-    assert totals["num_tokens"] == mask.sum() < batch["completion_mask"].sum()
+    counts = {count for name, (_, count) in totals.items() if name != "loss/policy"}
+    assert counts == {mask.sum().item()}
+    assert mask.sum() < batch["completion_mask"].sum()
 
 
 # ---- short runs
@@ -286,7 +292,7 @@ def test_calls_are_counted_each_and_their_lack_is_told(reply, monkeypatch, tmp_p
     rollouts = record(monkeypatch, grpo_tools, "sample_completions")
     [line] = helpers.train(grpo_tools, tmp_path / "run", num_steps=1, eval_prompts=0, **SIZES)
     [(_, (batch, _))] = rollouts
-    written = batch["sampler_logprobs"].isinf()  # replies of one token
+    written = batch["completion_mask"] - batch["action_mask"]  # replies of one token
     num_written = written.sum(1).float()
     assert (num_written.max() > 1) == (reply == ";")
     assert line["rollout/calls"] == pytest.approx(num_written.mean().item())
@@ -298,6 +304,6 @@ def test_the_tools_tokens_are_marked_and_padding_is_left_out(tokenizer):
     ids = tokenizer("1+2=3;1", add_special_tokens=False)["input_ids"]
     batch = {"completion_ids": torch.tensor([ids]), "completion_mask": torch.ones(1, len(ids)).long()}
     batch["completion_mask"][0, -1] = 0
-    batch["sampler_logprobs"] = torch.zeros(1, len(ids))
-    batch["sampler_logprobs"][0, 4] = -torch.inf
+    batch["action_mask"] = batch["completion_mask"].clone()
+    batch["action_mask"][0, 4] = 0
     assert grpo_tools.mark_replies(tokenizer, batch) == ["1+2=«3»;"]

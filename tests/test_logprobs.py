@@ -72,6 +72,20 @@ def test_entropies_are_those_of_others(peer):
     assert not entropies.requires_grad
 
 
+@pytest.mark.parametrize("temperature, steps", [(1.0, ["LogSoftmax"]), (0.7, ["LogSoftmax", "Div"])])
+def test_backward_has_no_entropies_no_step_that_changes_nothing_and_one_tensor_of_all_logits(temperature, steps):
+    kept, found = [], []
+    hidden = torch.zeros(3, 16, dtype=torch.float64, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda value: kept.append(value) or value, lambda value: value):
+        logprobs, _ = grpo.head_logprobs(build_model("llama"), hidden, torch.arange(3), temperature)
+    assert len({value.data_ptr() for value in kept if value.shape == (3, 11)}) == 1
+    node = logprobs.grad_fn
+    while node.next_functions:
+        found.append(node.name().partition("Backward")[0])
+        node = node.next_functions[0][0]
+    assert found == ["Squeeze", "Gather", *steps, "Mm"]
+
+
 def test_chunks_of_the_head_equal_all_logits_at_once():
     """With 2^16 ids a chunk is 512 tokens: 513 make a whole one and a rest, each computed twice."""
     model = build_model("llama", vocab_size=2**16, dtype=torch.float32)
@@ -130,7 +144,7 @@ def test_logprobs_are_looked_up_for_the_given_rows_only(alone):  # noqa: ARG001
     batch = make_batch(policy.model)
     rows = torch.tensor([6, 3, 0])
     args = make_args(microbatch_tokens=20)
-    logprobs = grpo.lookup_logprobs(policy, batch, [rows], args)
+    logprobs = grpo.compute_logprobs(policy, batch, [rows], args)
     expected, _ = policy(batch, 0.7)
     torch.testing.assert_close(logprobs[rows], expected[rows].detach(), rtol=1e-4, atol=1e-5)
     assert not logprobs[[1, 2, 4, 5, 7]].any()
@@ -214,16 +228,17 @@ def test_weight_of_the_whole_completion_gives_the_gradient_of_the_objective(scri
     old_logprobs = old_logprobs_of(script, case)
     log_weights = (old_logprobs - case["sampler_logprobs"]) * case["completion_mask"]
     whole = old_logprobs - log_weights.sum(1, keepdim=True)
-    exact = expected_gradient(script, cases, MAX_LENGTH, "old", sampler_logprobs=None)
+    exact = expected_gradient(script, cases, MAX_LENGTH, "old", sampler_logprobs=old_logprobs)
     found = expected_gradient(script, cases, MAX_LENGTH, "mu", sampler_logprobs=whole)
     assert relative_error(found, exact) < 1e-9
 
 
 def errors(script, cases, longest):
     """Relative errors of the expected gradient with weights and without."""
-    exact = expected_gradient(script, cases, longest, "old", sampler_logprobs=None)
+    old_logprobs = old_logprobs_of(script, cases[longest])
+    exact = expected_gradient(script, cases, longest, "old", sampler_logprobs=old_logprobs)
     weighted = expected_gradient(script, cases, longest, "mu")
-    unweighted = expected_gradient(script, cases, longest, "mu", sampler_logprobs=None)
+    unweighted = expected_gradient(script, cases, longest, "mu", sampler_logprobs=old_logprobs)
     return relative_error(weighted, exact), relative_error(unweighted, exact)
 
 
@@ -245,14 +260,14 @@ def test_weights_are_capped_and_old_calls_have_none(script, cases):
     old_logprobs = old_logprobs_of(script, case)
 
     args = make_args(script, sampler_weight_cap=2.0, kl_coef=0.0)
-    plain, metrics = call_policy_loss(script, args, **inputs | {"sampler_logprobs": None})
-    assert "policy/sampler_kl" not in metrics
+    plain, _ = call_policy_loss(script, args, **inputs | {"sampler_logprobs": old_logprobs})
     for weight, counted in ((1.0, 1.0), (1.5, 1.5), (5.0, 2.0), (0.2, 0.2)):
         sampler_logprobs = old_logprobs - math.log(weight)
         loss, metrics = call_policy_loss(script, args, **inputs | {"sampler_logprobs": sampler_logprobs})
         torch.testing.assert_close(loss, counted * plain)
-        k3 = (weight - 1 - math.log(weight)) * case["completion_mask"].sum()  # of π_old against μ
-        torch.testing.assert_close(metrics["policy/sampler_kl"], k3.double())
+        num_tokens = case["completion_mask"].sum()
+        k3 = (weight - 1 - math.log(weight)) * num_tokens.double()  # of π_old against μ
+        torch.testing.assert_close(metrics["policy/sampler_kl"], (k3, num_tokens))
 
 
 # ==== docs/kl.md: what it says of estimators of the KL divergence, and which of them the scripts have
@@ -333,9 +348,9 @@ def test_in_the_reward_k1_is_exact_and_the_two_parts_of_k3_make_the_whole(found)
 def kl_coefficients(policy):
     """Derivative of grpo.policy_loss, which has nothing but its KL term at advantage 0, to each log-probability."""
     logprobs = policy.logprobs.detach().requires_grad_()
-    advantages = torch.zeros(len(logprobs))
-    inputs = (logprobs, policy.fixed_logprobs, policy.ref_logprobs, advantages, policy.mask)
-    loss, metrics = grpo.policy_loss(*inputs, clip_eps=0.2, kl_coef=1.0)
+    old_logprobs, advantages = policy.fixed_logprobs, torch.zeros(len(logprobs))
+    inputs = (logprobs, old_logprobs, old_logprobs, policy.ref_logprobs, advantages, policy.mask)
+    loss, metrics = grpo.policy_loss(*inputs, clip_eps=0.2, kl_coef=1.0, sampler_weight_cap=2.0)
     loss.backward()
     return logprobs.grad, metrics["policy/ref_kl"]
 
@@ -347,7 +362,7 @@ def test_grpo_has_k3_over_the_length_in_the_loss(policy, found):
     per_token = mean_gradient(policy, coefficients * policy.lengths)
     assert relative_error(per_token, found.token_reverse_gradient) < 1e-9
     k3 = kl.k3(policy.fixed_logprobs, policy.ref_logprobs)
-    torch.testing.assert_close(metric, k3.sum(), rtol=1e-9, atol=0)
+    torch.testing.assert_close(metric, (k3.sum(), policy.mask.sum()), rtol=1e-9, atol=0)
 
 
 def test_ppo_has_k1_to_go_in_the_reward(policy, found):
@@ -356,7 +371,7 @@ def test_ppo_has_k1_to_go_in_the_reward(policy, found):
     zeros = torch.zeros_like(old_logprobs)
     rewards = ppo_rlhf.token_rewards(zeros[:, 0], old_logprobs, policy.ref_logprobs, mask, 1.0)
     advantages, _ = ppo_rlhf.compute_advantages(rewards, zeros, mask, gamma=1.0, gae_lambda=1.0)
-    loss, _ = ppo_rlhf.policy_loss(logprobs, old_logprobs, advantages, mask, 0.2)
+    loss, _ = ppo_rlhf.policy_loss(logprobs, old_logprobs, old_logprobs, advantages, mask, 0.2, 2.0)
     loss.backward()
     assert relative_error(mean_gradient(policy, logprobs.grad), found.gradient) < 1e-9
 
@@ -369,7 +384,7 @@ def test_edits_of_the_page_do_what_it_says(policy, monkeypatch):
     expected = {"k3, unchanged": k3, "k2": k1, "ratio · k3": k1, "wrong sign": -k3, "none": 0 * k3}
     assert expected.keys() == kl.EDITS.keys()
     for name, coefficients in expected.items():
-        kl.edit_policy_loss(*kl.EDITS[name])
+        kl.edit_policy_loss(name)
         found, new_metric = kl_coefficients(policy)
         torch.testing.assert_close(found, coefficients, msg=name)
         assert new_metric == metric
@@ -380,5 +395,4 @@ def test_the_page_has_the_numbers_of_its_command_and_the_lines_of_the_script():
     page = kl.PAGE.read_text(encoding="utf-8")
     assert kl.fill(page) == page, "python docs/kl.py"
     for name in ("k2", "ratio · k3"):
-        old, new = kl.EDITS[name]
-        assert f"-            {old}\n+            {new}\n" in page
+        assert f"-        {kl.KL_LINE}\n+        {kl.EDITS[name]}\n" in page

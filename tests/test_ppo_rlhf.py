@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import each_invariance, enumerate_rows, gradient_of, read_oracle, tensor
 from preference_ranks import INPUTS, PAIRS, TEXTS, build_actor_critic, build_scorer, make_ppo_batch
-from tiny import build_model, pad_right, record, relative_error, write_rows
+from tiny import add_pairs, build_model, pad_right, record, relative_error, write_rows
 from torch.testing import assert_close
 from two_ranks import gradient_of_parameters
 
@@ -60,12 +60,8 @@ def test_policy_loss_gradient_and_metrics_by_hand():
     advantages = tensor([[2.0, -1.0, 2.0, 5.0], [-1.0, -1.0, 3.0, 5.0]])
     loss = -2.4 + 2.0 - 1.0 + 1.5 + 0.8 - 3.0
     gradient = [[0.0, 2.0, -1.0, 0.0], [1.5, 0.0, -3.0, 0.0]]
-    metrics = {
-        "policy/approx_kl": helpers.APPROX_KL,
-        "policy/clip_fraction_low": 1,
-        "policy/clip_fraction_high": 1,
-    }
-    helpers.check_by_hand(ppo_rlhf, loss, gradient, metrics, advantages=advantages)
+    sums = {"policy/approx_kl": helpers.APPROX_KL, "policy/clip_fraction_low": 1, "policy/clip_fraction_high": 1}
+    helpers.check_by_hand(ppo_rlhf, loss, gradient, sums, advantages=advantages)
 
 
 def test_where_the_clip_stops_the_gradient():
@@ -82,7 +78,7 @@ def test_value_loss_by_hand():
     loss.backward()
     assert loss.item() == pytest.approx(0.32 + 0.5 + 0.32 + 0.245 + 0.405)
     assert_close(values.grad, tensor([[0.0, 1.0, 0.0, -0.7, -0.9, 0.0]]))
-    assert metrics["value/clip_fraction"].item() == 2
+    assert add_pairs([metrics]) == {"value/clip_fraction": (2, 5)}
 
 
 def test_explained_variance_by_hand():
@@ -137,17 +133,18 @@ def test_losses_and_gradients_are_those_of_verl():
     count = mask.sum()
     logprobs = inputs["new_logp"].requires_grad_()
     values = inputs["vpred"].requires_grad_()
-    loss, metrics = policy_loss(logprobs, inputs["old_logp"], inputs["advantages"], mask, config["clip_ratio"])
+    old_logprobs, clip_eps = inputs["old_logp"], config["clip_ratio"]
+    loss, metrics = policy_loss(logprobs, old_logprobs, old_logprobs, inputs["advantages"], mask, clip_eps, 2.0)
     error, value_metrics = value_loss(values, inputs["values"], inputs["returns"], mask, config["cliprange_value"])
     ((loss + error) / count).backward()
     assert_close(logprobs.grad, outputs["grad_logp"], rtol=1e-6, atol=1e-9)
     assert_close(values.grad, outputs["grad_vpred"])
-    clipped = metrics["policy/clip_fraction_low"] + metrics["policy/clip_fraction_high"]
+    clipped = metrics["policy/clip_fraction_low"][0] + metrics["policy/clip_fraction_high"][0]
     found = {
         "pg_loss": loss,
         "vf_loss": error,
         "pg_clipfrac": clipped,
-        "vf_clipfrac": value_metrics["value/clip_fraction"],
+        "vf_clipfrac": value_metrics["value/clip_fraction"][0],
     }
     for name, value in found.items():
         assert (value / count).item() == pytest.approx(outputs[name].item())
@@ -169,7 +166,7 @@ def test_values_are_scores_of_the_prefixes(config):
         for row, t in mask.nonzero().tolist():
             prefix = PAIRS[row]["prompt_ids"] + PAIRS[row]["chosen_ids"][:t]
             expected[row, t] = model(torch.tensor([prefix])).logits
-    assert_close(values, expected)
+    assert_close(values * mask, expected)  # ActorCritic.values masks them
     assert values[mask.bool()].std() > 0.1
 
 
@@ -238,12 +235,12 @@ def batch(policy):
     return make_ppo_batch(policy)
 
 
-def accumulate(policy, batch, budget=10_000, on_policy=False):
+def accumulate(policy, batch, budget=10_000):
     """Gradient and metrics of one optimizer step over all rows."""
     policy.zero_grad()
     args = ppo_rlhf.Args(temperature=0.7, microbatch_tokens=budget)
-    metrics = ppo_rlhf.accumulate_gradients(policy, batch, torch.arange(8), 30, on_policy, args)
-    return gradient_of_parameters(policy), dict(metrics)
+    collected = ppo_rlhf.accumulate_gradients(policy, batch, torch.arange(8), 30, args)
+    return gradient_of_parameters(policy), add_pairs(collected)
 
 
 def test_accumulated_gradient_is_that_of_both_losses(policy, batch):
@@ -251,47 +248,38 @@ def test_accumulated_gradient_is_that_of_both_losses(policy, batch):
     inputs = [batch[key] for key in INPUTS]
     logprobs, entropies = ppo_rlhf.token_logprobs(policy.model, *inputs, 0.7)
     values = (ppo_rlhf.token_values(policy.critic.model, *inputs) - 0.3) / 1.7
-    sampler = (batch["sampler_logprobs"], 2.0)
-    loss, metrics = policy_loss(logprobs, batch["old_logprobs"], batch["advantages"], mask, 0.2, *sampler)
+    others = (batch["old_logprobs"], batch["sampler_logprobs"], batch["advantages"])
+    loss, metrics = policy_loss(logprobs, *others, mask, 0.2, 2.0)
     error, value_metrics = value_loss(values, batch["old_values"], batch["returns"], mask, 0.2)
     gradient, found = accumulate(policy, batch)
     assert relative_error(gradient, gradient_of(policy, (loss + error) / 30)) < 1e-12
     log_ratio = (batch["ref_logprobs"] - logprobs.detach()) * mask
     expected = metrics | value_metrics
-    expected["policy/entropy"] = entropies.sum()
-    expected["num_tokens"] = mask.sum()
-    expected["policy/ref_kl"] = (log_ratio.exp() - log_ratio - 1).sum()
-    assert_close(found, expected, check_dtype=False)
+    expected |= {"loss/policy": (loss.detach(), mask.sum()), "loss/value": (error.detach(), mask.sum())}
+    expected["policy/entropy"] = (entropies.sum(), mask.sum())
+    expected["policy/ref_kl"] = ((log_ratio.exp() - log_ratio - 1).sum(), mask.sum())
+    helpers.assert_pairs(found, add_pairs([expected]))
 
 
 @pytest.mark.parametrize("budget", [1, 20, 60])
 def test_microbatches_change_neither_gradient_nor_metrics(policy, batch, budget):
-    found = accumulate(policy, batch, budget=budget)
-    assert_close(found, accumulate(policy, batch), rtol=1e-9, atol=1e-9)
-
-
-def test_on_policy_the_ratio_is_1(policy, batch):
-    gradient, metrics = accumulate(policy, batch, on_policy=True)
-    assert metrics["policy/approx_kl"] == 0
-    with torch.no_grad():
-        logprobs, _, _ = policy(batch, 0.7)
-    expected, _ = accumulate(policy, batch | {"old_logprobs": logprobs})
-    assert relative_error(gradient, expected) < 1e-9
+    gradient, metrics = accumulate(policy, batch, budget=budget)
+    expected_gradient, expected_metrics = accumulate(policy, batch)
+    assert_close(gradient, expected_gradient, rtol=1e-9, atol=1e-9)
+    helpers.assert_pairs(metrics, expected_metrics)
 
 
 @pytest.mark.parametrize("budget", [20, 10_000])
 def test_looked_up_numbers_are_in_the_order_of_the_rows(policy, batch, budget):
     """Whatever the microbatches, whose rows go by length."""
-    batch = batch | {"rewards": torch.zeros(8, dtype=torch.float64)}
     args = ppo_rlhf.Args(temperature=0.7, microbatch_tokens=budget)
-    reward_model = ppo_rlhf.ScoreModel(policy.critic.model)
+    reward_model = ppo_rlhf.InForward(policy.critic.model, ppo_rlhf.sequence_scores)
     with torch.no_grad():
-        logprobs, _, values = policy(batch, 0.7)
-        scores = reward_model(batch)
-    found = ppo_rlhf.lookup_logprobs(policy, batch, [torch.arange(8)], args)
-    assert_close(found, [logprobs, values])
-    found_scores = ppo_rlhf.look_up_scores(reward_model, batch, args)
-    assert_close(found_scores, scores)
+        logprobs, _ = policy.actor(batch, 0.7)
+        values, scores = policy.values(batch), reward_model(batch)
+    assert_close(ppo_rlhf.compute_logprobs(policy.actor, batch, [torch.arange(8)], args), logprobs)
+    assert_close(ppo_rlhf.compute_values(policy, batch, [torch.arange(8)], args), values)
+    assert_close(ppo_rlhf.compute_scores(reward_model, batch, args), scores)
 
 
 # ---- texts of --ptx-dataset
@@ -301,8 +289,8 @@ def ptx_gradient(policy, budget=10_000):
     """The mean that accumulate_ptx returns, and the gradient of the policy."""
     policy.zero_grad()
     args = ppo_rlhf.Args(ptx_coef=0.7, microbatch_tokens=budget, temperature=0.5)
-    mean = ppo_rlhf.accumulate_ptx(policy, ppo_rlhf.collate(TEXTS, "cpu"), args)
-    return mean, gradient_of_parameters(policy.model)
+    [(total, count)] = ppo_rlhf.accumulate_ptx(policy, TEXTS, args).values()
+    return total.item() / count, gradient_of_parameters(policy.model)
 
 
 def test_gradient_is_that_of_the_plain_log_likelihood_of_the_trained_tokens(policy):
@@ -338,21 +326,22 @@ OF_TURNS = ("<|user|>1+2=<|assistant|>", "3<|end|>")
     [
         ([{"text": "12+34=46"}, {"text": "1+"}], [("1", "2+34=4"), ("1", "+")], {}),
         ([{"text": ""}, {"text": "7"}, {"text": "1+"}], [("1", "+")], {"without a text": 2}),
-        ([TURNS, TURNS | {"completion": "1" * 6}], [OF_TURNS], {"too long": 1}),
+        ([TURNS, TURNS | {"completion": "1" * 6}], [OF_TURNS], {"with a too long completion": 1}),
     ],
 )
 def test_rows_with_text_or_as_in_sft(tmp_path, capsys, tokenizer, rows, parts, dropped):
     """What is trained follows a prompt, or the first token of a text, which is cut to 6 more."""
     dataset = write_rows(tmp_path / "texts.jsonl", rows)
     settings = {"max_prompt_length": 8, "max_completion_length": 6, "system_prompt": ""}
-    args = ppo_rlhf.Args(ptx_dataset=dataset, **settings)
+    args = ppo_rlhf.Args(ptx_dataset=dataset, ptx_coef=1.0, **settings)
     found = []
     for text in ppo_rlhf.load_texts(args, tokenizer):
         prompt = tokenizer.decode(text["prompt_ids"])
         completion = tokenizer.decode(text["completion_ids"])
         found.append((prompt, completion))
     assert found == parts
-    assert f"dropped: {dropped}\n" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"dropped: {dropped}\n" in out and f"{parts[0][1]!r} is trained after {parts[0][0]!r}" in out
 
 
 def run(folder, **settings):
@@ -374,9 +363,10 @@ def test_every_optimizer_step_has_as_many_texts_as_completions(tmp_path, monkeyp
     dataset = write_rows(tmp_path / "texts.jsonl", rows)
     calls = record(monkeypatch, ppo_rlhf, "accumulate_ptx")
     lines = run(tmp_path / "run", num_steps=2, ptx_coef=0.5, ptx_dataset=dataset)
-    seen = torch.cat([texts["completion_ids"] for (_, texts, _), _ in calls])
+    seen = [tuple(text["completion_ids"]) for (_, texts, _), _ in calls for text in texts]
     assert len(seen) == 16
-    assert len(seen[:11].unique(dim=0)) == 11  # a pass over all before any comes again
-    first, second, third, fourth = [mean for _, mean in calls]
-    assert lines[0]["loss/ptx"] == pytest.approx((first + second) / 2)
-    assert lines[1]["loss/ptx"] == pytest.approx((third + fourth) / 2)
+    assert len(set(seen[:11])) == 11  # a pass over all before any comes again
+    totals, counts = zip(*(metric["loss/ptx"] for _, metric in calls))
+    for line, first in zip(lines, (0, 2), strict=True):
+        expected = sum(totals[first : first + 2]).item() / sum(counts[first : first + 2])
+        assert line["loss/ptx"] == pytest.approx(expected)

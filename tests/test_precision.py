@@ -17,7 +17,6 @@ from tiny import (
     read_jsonl,
     relative_error,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import dpo
@@ -41,8 +40,8 @@ def make_model(kind="llama", rank=0):
     return model
 
 
-def shard(model, precision="bfloat16"):
-    return grpo.shard(grpo.LogprobModel(model), make_args(precision=precision), CPU)
+def prepare(model, precision="bfloat16"):
+    return grpo.prepare_model(grpo.LogprobModel(model), make_args(precision=precision), CPU)
 
 
 def whole(weight):
@@ -58,7 +57,7 @@ def weights_of(module):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks_compute_in_bfloat16_and_all_else_and_the_gradients_are_float32(kind):
-    policy = shard(make_model(kind))
+    policy = prepare(make_model(kind))
     seen = {}
 
     def record(name):
@@ -82,7 +81,7 @@ def test_gradients_agree_with_float32_within_the_error_of_bfloat16_whatever_the_
     batch = make_batch(make_model(kind))
     gradients = []
     for precision, budget in (("float32", 999), ("bfloat16", 999), ("bfloat16", 1)):
-        policy = shard(make_model(kind), precision)
+        policy = prepare(make_model(kind), precision)
         args = make_args(microbatch_tokens=budget)
         grpo.accumulate_gradients(policy, batch, torch.arange(8), 8, False, args)
         gradients.append(torch.cat([whole(parameter.grad).flatten() for parameter in policy.parameters()]))
@@ -101,17 +100,15 @@ def test_ranks_add_their_gradients_in_float32(monkeypatch):
         return fully_shard(module, **options)
 
     monkeypatch.setattr(grpo, "fully_shard", recorded)
-    shard(make_model())
+    prepare(make_model())
     dtypes = [options["mp_policy"].reduce_dtype for options in given if "mp_policy" in options]
     assert dtypes == [torch.float32] * 2
 
 
 @pytest.mark.parametrize("trained", [True, False])
 def test_nothing_stays_gathered_after_a_forward_pass_without_gradient(trained, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(grpo.dist, "get_world_size", lambda: 2)  # sharded as on two, on one
-        patch.setattr(grpo.dist, "init_device_mesh", lambda kind, _: init_device_mesh(kind, (1,)))
-        policy = shard(make_model().requires_grad_(trained), "float32")
+    monkeypatch.setattr(grpo, "WORLD_SIZE", 2)  # sharded as on two, on one
+    policy = prepare(make_model().requires_grad_(trained), "float32")
     with torch.no_grad():
         policy(make_batch(make_model()), 0.7)
     assert all(isinstance(parameter, DTensor) for parameter in policy.parameters())
@@ -123,7 +120,7 @@ def test_nothing_stays_gathered_after_a_forward_pass_without_gradient(trained, m
 @pytest.mark.parametrize("precision, rank", [("float32", 2), ("bfloat16", 0), ("bfloat16", 2)])
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "tied"])
 def test_the_sampler_has_what_was_trained_rounded_in_its_blocks_and_leaves_nothing_gathered(kind, precision, rank):
-    policy = shard(make_model(kind, rank), precision)
+    policy = prepare(make_model(kind, rank), precision)
     for change in (0.0, 0.1):  # the second rollout is of what was trained since the first
         for parameter in policy.parameters():
             parameter.data.add_(change * parameter.requires_grad)
@@ -142,7 +139,7 @@ def test_the_sampler_has_what_was_trained_rounded_in_its_blocks_and_leaves_nothi
 @pytest.mark.parametrize("kind, rank", [("llama", 0), ("llama", 2), ("gemma3", 0), ("tied", 2), ("gpt2", 0)])
 def test_the_sampler_has_the_log_probabilities_of_the_policy_to_the_last_bit(kind, rank):
     """Where it does not decode with a cache, which rounds in another order; and FSDP's hooks are back after it."""
-    policy = shard(make_model(kind, rank))
+    policy = prepare(make_model(kind, rank))
     batch = make_batch(make_model(kind))
     with torch.no_grad():
         with grpo.gathered(policy) as sampler:
@@ -154,12 +151,12 @@ def test_the_sampler_has_the_log_probabilities_of_the_policy_to_the_last_bit(kin
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "tied"])
 def test_what_the_sampler_decodes_has_nearly_the_log_probabilities_of_the_policy(kind, attention):
     """Of prompts of several lengths: a mask whose lowest number becomes -inf in bfloat16 makes rows of nan."""
-    policy = shard(make_model(kind))
+    policy = prepare(make_model(kind))
     policy.model.set_attn_implementation(attention)
     torch.manual_seed(1)
     prompts = grpo.pad_left([{"prompt_ids": ids} for ids in ([3, 4, 5, 6, 7, 8], [9], [2, 3])] * 20, CPU)
     with grpo.gathered(policy) as sampler:
-        *completions, sampler_logprobs = grpo.generate(sampler, *prompts, 12, 1.0, [1], 0, with_logprobs=True)
+        *completions, sampler_logprobs = grpo.generate(sampler, *prompts, 12, 1.0, [1])
     with torch.no_grad():
         logprobs, _ = policy(dict(zip(INPUTS, [*prompts, *completions])), 1.0)
     log_weights = logprobs - sampler_logprobs
@@ -193,7 +190,7 @@ def test_the_table_of_the_page_is_of_what_was_measured():
 def test_noise_rounds_to_what_was_stored_and_is_uniform():
     offsets = []
     before = weights_of(stored_model(torch.float32))
-    after = weights_of(shard(stored_model(torch.float32)).model)
+    after = weights_of(prepare(stored_model(torch.float32)).model)
     for name, weight in after.items():
         if ".layers." in name:
             rounded = before[name].bfloat16().float()
@@ -211,9 +208,9 @@ def test_noise_rounds_to_what_was_stored_and_is_uniform():
 @pytest.mark.parametrize("rank", [0, 2])
 def test_only_trained_weights_of_bfloat16_blocks_have_noise(rank):
     before = weights_of(make_model(rank=rank))
-    for name, weight in weights_of(shard(make_model(rank=rank), "float32").model).items():
+    for name, weight in weights_of(prepare(make_model(rank=rank), "float32").model).items():
         assert rank or torch.equal(weight, before[name]), name
-    for name, weight in weights_of(shard(make_model(rank=rank)).model).items():
+    for name, weight in weights_of(prepare(make_model(rank=rank)).model).items():
         if ".layers." not in name:
             assert torch.equal(weight, before[name]), name
         elif rank and ".lora_" not in name:
@@ -227,7 +224,7 @@ def test_only_trained_weights_of_bfloat16_blocks_have_noise(rank):
 
 def movement(stored, rate, steps):
     """How far the rounded weights of the blocks have moved in the mean, all gradients being 1."""
-    policy = shard(stored_model(stored))
+    policy = prepare(stored_model(stored))
     before = weights_of(policy)
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     for _ in range(steps):

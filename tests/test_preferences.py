@@ -11,10 +11,21 @@ from functools import cache
 import preference_ranks
 import pytest
 import torch
-from helpers import gradient_of, train
+from helpers import assert_pairs, gradient_of, train
 from preference_ranks import PAIRS, SHARES, build_scorer
 from processes import compare_killed_and_resumed, logged, run_on_ranks
-from tiny import ROOT, TEMPLATE, TINY, build_model, exit_line, parse, relative_error, word_tokenizer, write_jsonl
+from tiny import (
+    ROOT,
+    TEMPLATE,
+    TINY,
+    add_pairs,
+    build_model,
+    exit_line,
+    parse,
+    relative_error,
+    word_tokenizer,
+    write_jsonl,
+)
 from torch.testing import assert_close
 
 import dpo
@@ -30,22 +41,6 @@ of_pairs = pytest.mark.parametrize("script", [reward_model, dpo])
 # ---- batches and gradients
 
 
-def test_prompts_are_padded_left_and_completions_right():
-    pairs = [
-        {"prompt_ids": [7], "chosen_ids": [1, 5], "rejected_ids": [2, 2, 2, 5]},
-        {"prompt_ids": [8, 9, 9], "chosen_ids": [3, 3, 5], "rejected_ids": [4, 5]},
-    ]
-    batch = reward_model.collate_pairs(pairs, "cpu")
-    assert {name: value.tolist() for name, value in batch.items()} == {
-        "prompt_ids": [[0, 0, 7], [8, 9, 9]],
-        "prompt_mask": [[0, 0, 1], [1, 1, 1]],
-        "completion_ids": [[[1, 5, 0, 0], [2, 2, 2, 5]], [[3, 3, 5, 0], [4, 5, 0, 0]]],
-        "completion_mask": [[[1, 1, 0, 0], [1, 1, 1, 1]], [[1, 1, 1, 0], [1, 1, 0, 0]]],
-        "lengths": [2 * (1 + 4), 2 * (3 + 3)],
-        "live": [True, True],
-    }
-
-
 REFERENCES = torch.tensor([[-9.0 + 0.5 * i, -6.0 - 0.75 * i] for i in range(8)])
 
 
@@ -56,38 +51,34 @@ def build_policy(script):
     return reward_model.ScoreModel(build_scorer())
 
 
-def collate(script, order=range(8)):
-    """A batch of the pairs in this order."""
-    batch = script.collate_pairs([PAIRS[i] for i in order], "cpu")
-    if script is dpo:
-        batch["ref_logprobs"] = REFERENCES[list(order)]
-    return batch
+def pairs_in(order=range(8)):
+    """The pairs in this order, with references, which reward_model.py does not read."""
+    return [PAIRS[i] | {"ref_logprobs": REFERENCES[i].tolist()} for i in order]
 
 
-def accumulate(script, batch, budget=10_000):
-    """Gradient and metrics of one optimizer step over the batch."""
+def accumulate(script, pairs, budget=10_000):
+    """Gradient and metrics of one optimizer step over the pairs."""
     policy = build_policy(script)
     policy.zero_grad()
     args = script.Args(microbatch_tokens=budget)
-    totals = script.accumulate_gradients(policy, batch, torch.arange(8), 8, args)
+    collected = script.accumulate_gradients(policy, pairs, 8, args)
     gradient = torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])
-    return gradient, dict(totals)
+    return gradient, add_pairs(collected)
 
 
 def check_same(found, expected):
     """Compare gradients and metrics."""
     assert relative_error(found[0], expected[0]) < 1e-9
-    assert_close(found[1], expected[1], rtol=1e-9, atol=1e-12)
+    assert_pairs(found[1], expected[1])
 
 
 @of_pairs
 @pytest.mark.usefixtures("alone")
 def test_accumulated_gradient_is_that_of_the_mean_loss(script):
-    model, batch = build_policy(script).model, collate(script)
-    inputs = []
-    for place in (0, 1):  # chosen, rejected
-        completions = batch["completion_ids"][:, place], batch["completion_mask"][:, place]
-        rows = batch["prompt_ids"], batch["prompt_mask"], *completions
+    model, inputs = build_policy(script).model, []
+    for name in ("chosen_ids", "rejected_ids"):
+        completions = script.pad([pair[name] for pair in PAIRS], "cpu")
+        rows = *grpo.pad_left(PAIRS, "cpu"), *completions
         if script is dpo:
             logprobs, _ = dpo.token_logprobs(model, *rows, 1.0)
             inputs.append(logprobs.sum(1))
@@ -96,9 +87,9 @@ def test_accumulated_gradient_is_that_of_the_mean_loss(script):
     if script is dpo:
         inputs += [*REFERENCES.T, 0.1, 0.0]
     loss, metrics = script.preference_loss(*inputs)
-    expected = gradient_of(model, loss / 8), metrics
-    check_same(accumulate(script, batch), expected)
-    assert 0 < metrics["pair/accuracy"] < 8
+    expected = gradient_of(model, loss / 8), add_pairs([metrics])
+    check_same(accumulate(script, pairs_in()), expected)
+    assert 0 < metrics["pair/accuracy"][0] < 8
 
 
 @pytest.mark.parametrize("budget, count", [(1, 8), (36, 5), (80, 2)])
@@ -106,9 +97,9 @@ def test_accumulated_gradient_is_that_of_the_mean_loss(script):
 @pytest.mark.usefixtures("alone")
 def test_microbatches_change_neither_gradient_nor_metrics(script, budget, count):
     """Nor does the order of the pairs."""
-    shuffled = collate(script, [5, 2, 7, 0, 3, 6, 1, 4])
-    assert len([*script.microbatches(shuffled, torch.arange(8), budget)]) == count
-    expected = accumulate(script, collate(script))
+    shuffled = pairs_in([5, 2, 7, 0, 3, 6, 1, 4])
+    assert len(script.microbatches(shuffled, budget)) == count
+    expected = accumulate(script, pairs_in())
     check_same(accumulate(script, shuffled, budget), expected)
 
 
@@ -116,16 +107,15 @@ def test_microbatches_change_neither_gradient_nor_metrics(script, budget, count)
 @pytest.mark.usefixtures("alone")
 def test_a_part_without_pairs_adds_nothing_and_reaches_every_parameter(script, monkeypatch):
     """A rank that waits for the passes of the others has such parts: here they are said to make two more."""
-    batch = collate(script)
-    expected = accumulate(script, batch)
+    expected = accumulate(script, pairs_in())
     monkeypatch.setattr(script, "all_reduce", lambda value, *_: value + 2)
-    *_, one, other = script.microbatches(batch, torch.arange(8), 36)
-    assert len(one["rows"]) == len(other["rows"]) == 0
-    check_same(accumulate(script, batch, 36), expected)
+    *_, one, other = script.microbatches(pairs_in(), 36)
+    assert one == other == []
+    check_same(accumulate(script, pairs_in(), 36), expected)
     monkeypatch.setattr(script, "microbatches", lambda *_: [other])
-    gradient, metrics = accumulate(script, batch)
+    gradient, metrics = accumulate(script, pairs_in())
     assert not gradient.any()
-    assert not any(metrics.values())
+    assert not any(sum(pair) for pair in metrics.values())
 
 
 @pytest.mark.parametrize("budget", [1, 10_000])
@@ -134,14 +124,10 @@ def test_a_part_without_pairs_adds_nothing_and_reaches_every_parameter(script, m
 def test_pairs_are_evaluated_as_they_are_trained_on(script, budget):
     policy = build_policy(script)
     args = script.Args(microbatch_tokens=budget)
-    _, sums = accumulate(script, collate(script))
-    if script is dpo:
-        pairs = [pair | {"ref_logprobs": row} for pair, row in zip(PAIRS, REFERENCES.tolist())]
-        found = dpo.evaluate_pairs(policy, pairs, args)
-    else:
-        found = reward_model.evaluate(policy, PAIRS, args)
+    _, sums = accumulate(script, pairs_in())
+    found = script.evaluate(policy, pairs_in(), args)
     for name, key in (("loss", "loss/preference"), ("accuracy", "pair/accuracy"), ("margin", "pair/margin")):
-        assert found[f"eval/pair_{name}"] == pytest.approx(sums[key].item() / 8, rel=1e-9)
+        assert found[f"eval/pair_{name}"] == pytest.approx(sums[key][0] / 8, rel=1e-9)
 
 
 # ---- two ranks
@@ -171,7 +157,7 @@ def test_two_ranks_have_the_gradient_and_metrics_of_one(results, expected, name,
     for rank, share in zip(results, SHARES):
         two = rank[name + idle]
         assert relative_error(two["gradient"], one["gradient"]) < 1e-9
-        assert two["metrics"] == pytest.approx(one["metrics"], rel=1e-9)
+        assert_pairs(two["metrics"], one["metrics"])
         if name == "dpo":
             assert_close(two["references"], one["references"], rtol=1e-9, atol=0)
         if name == "ppo_rlhf":
@@ -179,7 +165,8 @@ def test_two_ranks_have_the_gradient_and_metrics_of_one(results, expected, name,
             tokens = one["tokens"][:, share, :width]
             assert_close(two["tokens"], tokens, rtol=1e-9, atol=1e-12)
         else:
-            assert_close(two["evaluations"], one["evaluations"], rtol=1e-9, atol=1e-12)
+            for ours, theirs in zip(two["evaluations"], one["evaluations"], strict=True):
+                assert ours == pytest.approx(theirs, rel=1e-9)
 
 
 # ---- runs
@@ -299,7 +286,7 @@ def test_two_ranks_train_as_one_process_does(tmp_path, two_ranks, script):
 
 def test_two_ranks_of_ppo_train_and_resume(two_ranks):
     first, *lines = logged(two_ranks / "ppo_rlhf")
-    assert first.keys() == {"step", "eval/reward", "eval/score"}  # no accuracy, as pairs have no answers
+    assert first.keys() == {"step", "eval/score"}  # neither rule nor accuracy, as pairs have no answers
     assert [line["step"] for line in lines] == [1, 2, 3]
     for line in lines:
         assert all(math.isfinite(value) for value in line.values())

@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from torch.testing import assert_close
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+import grpo
 import ppo_rlhf
 import reward_model
 
@@ -35,8 +36,7 @@ def test_loss_by_hand():
         "pair/chosen_score": 3.5,
         "pair/rejected_score": 3.0,
     }
-    found = {name: value.item() for name, value in metrics.items()}
-    assert found == pytest.approx(expected, rel=1e-12)
+    assert metrics == pytest.approx(expected, rel=1e-12)
 
 
 def test_loss_is_that_of_trl():
@@ -66,8 +66,8 @@ def test_extreme_margins_stay_finite():
 def test_scores_do_not_depend_on_padding(config):
     """Nor do their gradients; the id that pads stands in prompts and completions, too."""
     model = build_scorer(config)
-    prompt_ids, prompt_mask = reward_model.pad_left(PAIRS, "cpu")
-    completion_ids, completion_mask = reward_model.pad_right([pair["chosen_ids"] for pair in PAIRS], "cpu")
+    prompt_ids, prompt_mask = grpo.pad_left(PAIRS, "cpu")
+    completion_ids, completion_mask = reward_model.pad([pair["chosen_ids"] for pair in PAIRS], "cpu")
     scores = reward_model.sequence_scores(model, prompt_ids, prompt_mask, completion_ids, completion_mask)
     assert scores.std() > 0.1
     padded_scores = reward_model.sequence_scores(
@@ -107,7 +107,7 @@ def test_the_score_is_read_at_the_stop_token_by_us_and_by_hugging_face(folder, t
     torch.manual_seed(0)
     model, tokenizer = load_scorer(reward_model, folder)
     assert tokenizer.eos_token_id == reward_model.find_turn_end(tokenizer) == STOP_ID != tokenizer.pad_token_id
-    prompt_ids = reward_model.encode_prompt(tokenizer, reward_model.as_messages("1+2=", ""))
+    prompt_ids = reward_model.encode_prompt(tokenizer, reward_model.as_messages("1+2=", "user"), None)
     policy = reward_model.ScoreModel(model)
     reward_model.save(tmp_path, policy, torch.optim.AdamW(policy.parameters()), tokenizer, 1)
     checkpoint = tmp_path / "checkpoint"
@@ -116,8 +116,8 @@ def test_the_score_is_read_at_the_stop_token_by_us_and_by_hugging_face(folder, t
     assert loaded.config.pad_token_id == saved_tokenizer.pad_token_id == tokenizer.pad_token_id
     # Stop tokens and padding may be sampled in the middle, too.
     completions = [[10, STOP_ID], [STOP_ID], [0, tokenizer.pad_token_id, STOP_ID, 12, STOP_ID]]
-    prompts = reward_model.pad_left([{"prompt_ids": prompt_ids}] * 3, "cpu")
-    padded = reward_model.pad_right(completions, "cpu")
+    prompts = reward_model.pad([prompt_ids] * 3, "cpu")
+    padded = reward_model.pad(completions, "cpu")
     encoded = [{"input_ids": prompt_ids + ids} for ids in completions]
     inputs = saved_tokenizer.pad(encoded, return_tensors="pt", padding_side="right")
     with torch.no_grad():
@@ -132,10 +132,11 @@ def test_the_score_is_read_at_the_stop_token_by_us_and_by_hugging_face(folder, t
     assert_close(theirs, ours, rtol=1e-4, atol=1e-4)
     assert (ours - torch.cat(before_last)).abs().min() > 1e-3
     pair = {"prompt_ids": prompt_ids, "chosen_ids": [10, STOP_ID]}
-    reward_model.check_scores(model, pair)
+    args = reward_model.Args(max_prompt_length=100, max_completion_length=100)
+    reward_model.check_model(model, pair, args)
     model.config.pad_token_id = STOP_ID  # with which Hugging Face would read the score one token early
-    with pytest.raises(SystemExit, match="the score is .* by the model's forward pass"):
-        reward_model.check_scores(model, pair)
+    with pytest.raises(SystemExit, match="the score of a text is .*, but transformers reads"):
+        reward_model.check_model(model, pair, args)
 
 
 def test_a_tokenizer_without_spare_special_token_gets_a_new_one(tmp_path):
@@ -150,7 +151,8 @@ def test_a_tokenizer_without_spare_special_token_gets_a_new_one(tmp_path):
     model, loaded = load_scorer(reward_model, tmp_path)
     assert loaded.pad_token_id == len(tokenizer) == model.config.pad_token_id
     assert model.get_input_embeddings().num_embeddings == len(tokenizer) + 1
-    reward_model.check_scores(model, {"prompt_ids": [3, 4], "chosen_ids": [5, loaded.eos_token_id]})
+    pair = {"prompt_ids": [3, 4], "chosen_ids": [5, loaded.eos_token_id]}
+    reward_model.check_model(model, pair, reward_model.Args())
 
 
 # ---- a short run, and the embedded model

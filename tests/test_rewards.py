@@ -18,7 +18,7 @@ import dr_grpo
 import grpo
 
 DATA = ROOT / "tests" / "data"
-REFUSED_RIGHT_ANSWERS = 27  # of 74: phrases, units, algebra and the like, which a strict verifier leaves alone
+REFUSED_RIGHT_ANSWERS = 28  # of 74: phrases, units, algebra and the like, which a strict verifier leaves alone
 
 
 def each_case(table):
@@ -54,6 +54,7 @@ def test_labels_of_gsm8k_solutions():
 
 
 # The last box counts. A box goes before ####, which goes before <answer>. Thoughts never count.
+# A box that has no braces, or that is cut off, may hold another answer, so there is none.
 @each_case(r"""
 4 | so \boxed{3}, no, \boxed{4}.
  | \boxed{} ¦ ####
@@ -66,11 +67,10 @@ def test_labels_of_gsm8k_solutions():
 3 | ####3 ¦ ####	3⏎and so on ¦ <answer>3</answer> ¦ <answer>2</answer> no <answer>3</answer>
 6 | <think>\boxed{5}</think>\boxed{6} ¦ \boxed{6}<think>\boxed{5} ¦ \boxed{5}</think>\boxed{6}
 6 | <think>a<think>b</think>c</think>\boxed{6}
-5 | <think></think>\boxed{5} ¦ \boxed 5 ¦ so \boxed 5. ¦ $\boxed 5$ ¦ \boxed 5, as 2+3=5 ¦ \boxed{4} \boxed 5
-5.5 | \boxed 5.5 ¦ \boxed 5.5.
--5 | \boxed -5
-1/2 | \boxed 1/2
-1,234 | \boxed 1,234
+5 | <think></think>\boxed{5}
+-5 | -\boxed{5} ¦ −\boxed{5}
+\boxed{5} | \boxed{\boxed{5}}
+None | \boxed 5 ¦ so \boxed 5. ¦ $\boxed 5$ ¦ \boxed{4} \boxed 5 ¦ \boxed 4, no, \boxed{5} ¦ \boxed {5} ¦ \boxed
 None | \boxed{3} and then \boxed{4 ¦ \boxed{\frac{1}{2} ¦ <answer>3 ¦ 3</answer> ¦ The answer is 42. ¦ 42 ¦ \fbox{42}
 None | <think>\boxed{5}</think> ¦ <think>\boxed{5} ¦ \boxed{5}</think>6 ¦ <think>a</think>\boxed{5}</think>
 None | <think>#### 5</think> ¦ <think><answer>5</answer></think> ¦ #### 5⏎\boxed{4
@@ -87,14 +87,18 @@ def test_extract_answer(answer, text):
 -1/2 | -1/2 ¦ 1/-2 ¦ -\frac{1}{2} ¦ \frac{-1}{2} ¦ -\tfrac12
 5 | $5$ ¦ $$5$$ ¦ \(5\) ¦ \[5\] ¦ \( 5 \) ¦ \(5\). ¦ **$5$**
 1/10 | 0.1 ¦ \frac1{10}
+1000 | 1e3 ¦ 1e+03
+1/100000 | 1e-05
+50% | 50% ¦ 50\% ¦ $50\%$
 123456789/100 | 1,234,567.89
 3/2 | 6/4
 7 | 007
 9007199254740993 | 9007199254740993
-kg | \mathrm{kg}
+kg | \mathrm{kg} ¦ \text{kg}
+12 | \text{12} ¦ \text{1}\text{2}
 (1,2) | (1, 2)
 x=3 | x  =  3
-None |  ¦ ⏎
+ |  ¦ ⏎
 """)
 def test_parse_answer(answer, text):
     parsed = grpo.parse_answer(text)
@@ -122,14 +126,17 @@ def test_parse_answer(answer, text):
 1/3 | 0.33 ¦ 0.3333333333333333
 (1,2) | [1,2)
 ["5", "6"] | 5 ¦ 6
+["2"] | 2
+["\\sqrt{2}"] | \sqrt{2}
+42 | \boxed{42}
 0 |  ¦ . ¦ - ¦ $ ¦ \text{} ¦ nan ¦ None
 """)
 def test_another_answer_is_refused(answer, text):
     assert grpo.reward_fn(box(text), answer) == 0.0
 
 
-# An answer that is not final, a decimal comma, an outer box that is not closed, a sign before the box; and a box
-# without braces, which ends at a blank or a punctuation mark.
+# An answer that is not final, a decimal comma, an outer box that is not closed, a sign before the box, and a box
+# without braces, whatever follows.
 @each_case(r"""
 7 | I got 7, then \boxed{7 ¦ \boxed{7} no, \boxed{8 ¦ \boxed{7} no, \boxed{8} ¦ \boxed{7}\boxed{} ¦ #### 7 or 8
 7 | #### 7 #### ¦ #### 7, but I am not sure ¦ <answer>7</answer><answer>8</answer> ¦ <answer>7, 8</answer> ¦ <answer>7
@@ -140,8 +147,8 @@ def test_another_answer_is_refused(answer, text):
 5 | \boxed{6 \boxed{5}} ¦ \boxed{1 or \boxed{5} ¦ \boxed{\text{not }\boxed{5}} ¦ -\boxed{5}
 2 | #### Step 2: add the numbers
 42 | #### 4<think>x</think>2
-6 | \boxed 6.5 ¦ \boxed 6,5 ¦ \boxed 6/5 ¦ \boxed -6 ¦ \boxed 6-7 ¦ \boxed 6x ¦ \boxed 6% ¦ \boxed 6\% ¦ \boxed 6+7
-6 | \boxed 6^{2} ¦ \boxed 6\sqrt{2} ¦ \boxed 6\frac12 ¦ \boxed 6 \boxed{7 ¦ \boxed 6, no, \boxed 7 ¦ \boxed
+6 | \boxed 6 ¦ $\boxed 6$ ¦ \boxed 6, \boxed{6} ¦ \boxed{6}, put in \boxed ¦ \boxed 6.5 ¦ \boxed -6 ¦ \boxed 6\%
+6 | \boxed 6^{2} ¦ \boxed 6\frac12 ¦ \boxed 6 \boxed{7 ¦ \boxed 6, no, \boxed 7 ¦ \boxed
 x | \boxed x=5 ¦ \boxed x+1
 """)
 def test_a_completion_without_this_as_its_final_answer_is_refused(answer, text):
@@ -154,27 +161,26 @@ def test_a_completion_without_this_as_its_final_answer_is_refused(answer, text):
 We get \boxed{\frac{1}{2}}. | \boxed{1/2}
 1/2 | <answer> 0.5 </answer>
 ⏎ 5 ⏎ | \boxed{5}
-5 | <think>\boxed{4}</think>\boxed{5} ¦ \boxed{5}} and cut off in the mid ¦ so it is $\boxed 5$.
-["2"] | \boxed{2}
-["\\sqrt{2}"] | \boxed{\sqrt{2}}
+5 | <think>\boxed{4}</think>\boxed{5} ¦ \boxed{5}} and cut off in the mid
 """)
 def test_the_right_answer_is_accepted(answer, text):
     assert grpo.reward_fn(text, answer) == 1.0
 
 
-# The answer is what parse_gold makes of the text: prose has none.
+# A text without a final answer of its own is the answer as it stands.
 @each_case(r"""
-5 | 5 ¦ #### 5 ¦ \boxed{5} ¦ \boxed 5 ¦ $5$ ¦ \(5\)
+5 | 5 ¦ #### 5 ¦ \boxed{5} ¦ $5$ ¦ \(5\)
 0.5 | \frac12 ¦ We get \boxed{\frac{1}{2}}.
 yes | yes ¦ \text{yes}
 ["5","6"] | ["5", "6"]
 [5] | [5]
-one two three four five six seven | one two three four five six seven
-None | [""] ¦ one two three four five six seven eight ¦ #### One finds it by adding both of the numbers, in order.
+one two three four five six seven eight | one two three four five six seven eight
+\boxed 5 | \boxed 5
+ |  ¦ ⏎ ¦ $$
 """)
-def test_an_answer_of_a_row_is_a_solution_a_list_of_one_text_or_nothing_if_it_is_prose(answer, text):
-    assert grpo.parse_gold(text) == (grpo.parse_answer(answer) if answer else None)
-    if answer is None:
+def test_an_answer_of_a_row_is_a_solution_or_a_text(answer, text):
+    assert grpo.parse_gold(text) == grpo.parse_answer(answer)
+    if answer == "":
         assert grpo.reward_fn(box(text), text) == 0.0
 
 
@@ -225,8 +231,8 @@ def test_random_text_raises_nothing():
 
 
 SMALL = {"num_steps": 1, "prompts_per_step": 4, "group_size": 4, "minibatch_size": 8, "max_completion_length": 16}
-SMALL |= {"eval_prompts": 4, "max_rounds": 1}
-ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i), "level": i % 3} for i in range(1, 13)]
+SMALL |= {"eval_prompts": 4, "max_rounds": 1}  # a fifth of the rows, which have no test split
+ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i), "level": i % 3} for i in range(1, 21)]
 
 
 def small_run(script, folder, **settings):
@@ -238,42 +244,32 @@ NUMBERS = [numpy.array([0.5, 2.0]), torch.tensor([0.5, 2.0]), (0.5, 2), [torch.t
 
 
 @pytest.mark.parametrize("rewards", NUMBERS)
-def test_numbers_of_any_kind_become_floats(rewards, monkeypatch):
-    monkeypatch.setattr(grpo, "score_completions", lambda *_: rewards)
-    found = grpo.compute_rewards(["x", "y"], ROWS[:2])
+def test_numbers_of_any_kind_become_floats(rewards):
+    found = grpo.check_rewards(rewards, ["x", "y"])
     assert found == [0.5, 2.0]
     assert {type(reward) for reward in found} == {float}
 
 
-WRONG = [
-    ([0.5, None], "returned None for the row {'level': 1}"),
-    ([0.0, [1.0, 2.0]], "for the row {'level': 1}"),
-    ([], "returned 0 rewards for 2 completions"),
-    ((i for i in range(3)), "returned 3 rewards for 2 completions"),
-]
+WRONG = [([0.5, value], f"it is {value} for the completion 'y\\n'") for value in (None, math.nan, math.inf, -math.inf)]
+WRONG += [([0.5] * count, f"there are {count} rewards for 2 completions") for count in (0, 1, 3)]
+WRONG += [(torch.tensor([0.5, math.nan]), "it is nan for the completion 'y\\n'")]
 
 
 @pytest.mark.parametrize("rewards, message", WRONG)
-def test_a_number_for_each_completion_is_asked_for_in_one_line(rewards, message, monkeypatch):
-    monkeypatch.setattr(grpo, "score_completions", lambda *_: rewards)
+def test_a_number_for_each_completion_is_asked_for_in_one_line(rewards, message):
     with pytest.raises(SystemExit) as error:
-        grpo.compute_rewards(["x", "y"], [{"level": 0}, {"level": 1}])
-    assert message in str(error.value)
+        grpo.check_rewards(rewards, ["x", "y\n"])
+    assert str(error.value).endswith(message) and "\n" not in str(error.value)
 
 
-def test_an_error_in_reward_fn_has_a_note_of_its_completion_and_row(monkeypatch):
-    monkeypatch.setattr(grpo, "reward_fn", lambda text, answer: 1 / (len(text) - answer))
-    rows = [{"answer": 3, "level": i} for i in range(2)]
-    with pytest.raises(ZeroDivisionError) as error:
-        grpo.compute_rewards(["x", "abc"], rows)
-    assert error.value.__notes__ == [f"in the reward of the completion 'abc' of the row {rows[1]}"]
-
-
+# Without held-out prompts the first rewards are those of a rollout.
+@pytest.mark.parametrize("script, eval_prompts", [(grpo, 4), *[(script, 0) for script in SCRIPTS.values()]])
 @pytest.mark.usefixtures("alone")
-def test_rewards_that_are_not_finite_train_nothing_and_end_the_run(monkeypatch, tmp_path):
-    monkeypatch.setattr(grpo, "score_completions", lambda texts, _: [0.0, math.nan] * (len(texts) // 2))
-    with pytest.raises(SystemExit, match="gradient norm was nan three times in a row"):
-        small_run(grpo, tmp_path, num_steps=4)
+def test_rewards_that_are_not_finite_train_nothing_and_end_the_run(script, eval_prompts, monkeypatch, tmp_path):
+    monkeypatch.setattr(script, "score_completions", lambda texts, _: [0.0, math.nan] * (len(texts) // 2))
+    with pytest.raises(SystemExit, match="must be a finite number, but it is nan"):
+        small_run(script, tmp_path, eval_prompts=eval_prompts)
+    assert not (tmp_path / "run" / "checkpoint").exists()
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)

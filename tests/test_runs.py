@@ -9,7 +9,6 @@ import shutil
 import signal
 import sys
 import time
-from datetime import datetime
 
 import pytest
 import torch.distributed as dist
@@ -70,8 +69,8 @@ def test_a_run_without_a_folder_is_named_by_script_seed_and_time(tmp_path, sums,
     monkeypatch.setattr(sys, "argv", ["grpo.py"])
     grpo.main(parse(grpo, dataset=sums, seed=7, **SMALL | {"num_steps": 0}))
     [run] = (tmp_path / "runs").iterdir()
-    started = datetime.strptime(run.name, "grpo__7__%Y%m%d-%H%M%S-%f")
-    assert abs(datetime.now() - started).total_seconds() < 600
+    name, seed, started = run.name.split("__")
+    assert (name, seed) == ("grpo", "7") and abs(time.time() - int(started)) < 600
     assert settings_of(run)["run_dir"] == f"runs/{run.name}"
 
 
@@ -84,7 +83,7 @@ def test_any_setting_may_change_and_the_folder_may_have_moved(run):
     # Eight completions in minibatches of two: the third step ends with optimizer step 12, after the warm-up of 8.
     assert lines[3]["optim/learning_rate"] == pytest.approx(1e-3)
     assert "eval/accuracy" in lines[3]
-    assert "loss/kl" in {**lines[1], **lines[2]} and "loss/kl" not in {**lines[3], **lines[4]}
+    assert "policy/ref_kl" in {**lines[1], **lines[2]} and "policy/ref_kl" not in {**lines[3], **lines[4]}
     assert [len(group["completions"]) for group in read_jsonl(run / "samples.jsonl")] == [2, 2, 4, 4]
     assert (given | {"run_dir": str(run)}).items() <= settings_of(run).items()  # where it was moved to
 
@@ -106,26 +105,6 @@ def test_what_a_user_keeps_in_the_folder_stays(run):
     grpo.main(parse(grpo, resume=run, num_steps=4))
     assert [path.read_text() for path in kept] == ["mine\n"] * len(kept)
     assert states_of(run) == ["00000004"]
-
-
-def test_saving_before_the_first_optimizer_step_changes_nothing(tmp_path, sums, monkeypatch):
-    """No group has a signal in the first step; what is saved then has to have moments, but no step."""
-    settings = SMALL | {"dataset": sums, "num_steps": 3, "eval_prompts": 0, "kl_coef": 0.0, "max_completion_length": 16}
-    for name in ("whole", "resumed"):
-        rewards = iter([1.0] * 4 + [0.0, 1.0] * 4)
-        monkeypatch.setattr(grpo, "reward_fn", lambda _text, _answer, rewards=rewards: next(rewards))
-        save_every = 3 if name == "whole" else 1
-        grpo.main(
-            parse(grpo, run_dir=tmp_path / name, **settings | {"save_every": save_every, "num_steps": save_every})
-        )
-    grpo.main(parse(grpo, resume=tmp_path / "resumed", num_steps=3))
-    norms = [
-        [line["optim/grad_norm"] for line in read_jsonl(tmp_path / name / "metrics.jsonl")]
-        for name in ("whole", "resumed")
-    ]
-    assert norms[0] == norms[1] and norms[0][0] == 0 < norms[0][1]
-    weights = [(tmp_path / name / "checkpoint" / "model.safetensors").read_bytes() for name in ("whole", "resumed")]
-    assert weights[0] == weights[1]
 
 
 TWO_AT_ONCE = """
@@ -169,11 +148,22 @@ def test_without_a_state_there_is_nothing_to_go_on_from(run):
     assert files_of(run) == before
 
 
-def test_a_state_that_lacks_weights_is_refused(run):
+def test_adapters_stay_what_they_were(run):
     before = files_of(run)
-    with pytest.raises(CheckpointException, match="lora_a"):
-        grpo.main(parse(grpo, resume=run, num_steps=3, lora_rank=2))
-    assert files_of(run).keys() == before.keys()
+    assert "--lora-rank must stay 0" in exit_line(grpo, resume=run, num_steps=3, lora_rank=2)
+    assert files_of(run) == before
+
+
+def test_a_branch_leaves_the_run_alone_and_goes_on_as_it_would(run, tmp_path):
+    """--resume A --run-dir B: B is a copy of A that goes on; no folder that is there is written into."""
+    before = files_of(run)
+    grpo.main(parse(grpo, resume=run, run_dir=tmp_path / "branch", num_steps=3))
+    assert files_of(run) == before
+    assert steps_of(tmp_path / "branch") == [0, 1, 2, 3] and states_of(tmp_path / "branch") == ["00000003"]
+    grpo.main(parse(grpo, resume=tmp_path / "branch", num_steps=4))
+    with pytest.raises(FileExistsError):
+        grpo.main(parse(grpo, resume=run, run_dir=tmp_path / "branch", num_steps=4))
+    assert steps_of(tmp_path / "branch") == [0, 1, 2, 3, 4] and files_of(run) == before
 
 
 FULL_DISK = """
@@ -225,29 +215,26 @@ def test_weights_and_biases_is_told_each_step_and_only_where_it_is_asked_for(run
         time.sleep(0.1)
 
 
-def test_five_steps_without_signal_are_named(sums, tmp_path, monkeypatch, capsys):
-    rewards = iter([1.0] * 26 + [0.0] * 2 + [1.0] * 100)
+def test_steps_without_signal_are_named(sums, tmp_path, monkeypatch, capsys):
+    rewards = iter([1.0] * 8 + [0.0, 1.0] * 2 + [1.0] * 4)
     monkeypatch.setattr(grpo, "reward_fn", lambda _text, _answer: next(rewards))
-    grpo.main(parse(grpo, dataset=sums, run_dir=tmp_path / "run", **SMALL | {"num_steps": 15, "eval_prompts": 0}))
-    found = re.findall("step ([0-9]+): no learning signal for five steps", capsys.readouterr().out)
-    zero_std = [line["reward/zero_std"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
-    assert zero_std == [1.0] * 15 and found == ["5", "10", "15"]
+    grpo.main(parse(grpo, dataset=sums, run_dir=tmp_path / "run", **SMALL | {"num_steps": 4, "eval_prompts": 0}))
+    assert re.findall("step ([0-9]+): no learning signal", capsys.readouterr().out) == ["1", "2", "4"]
 
 
-def test_after_a_run_signals_do_what_they_did_and_its_process_group_is_gone(run):
-    before = [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)]
+def test_after_a_run_ctrl_c_does_what_it_does_elsewhere_and_the_process_group_is_gone(run):
     grpo.main(parse(grpo, resume=run, num_steps=3))
-    assert [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)] == before
     assert not dist.is_initialized()
-
-
-def test_a_second_signal_does_what_it_did_before_the_run():
-    received = []
-    signal.signal(signal.SIGINT, lambda *_: received.append("the notebook's"))
-    asked, _ = grpo.catch_signals()
-    for _ in range(2):
+    with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
-    assert asked == [signal.SIGINT] and received == ["the notebook's"]
+
+
+def test_a_second_signal_stops_at_once():
+    asked = grpo.catch_signals()
+    signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    assert asked == [signal.SIGINT]
 
 
 def test_whoever_stops_does_not_wait_for_an_evaluation(sums, tmp_path, monkeypatch):

@@ -9,9 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
-from tiny import PAD_ID, TINY, build_model, load, read_jsonl
 from tiny import SCRIPTS as ONLINE
+from tiny import TINY, build_model, load, read_jsonl
 from transformers import AutoTokenizer
 
 import grpo
@@ -37,7 +36,7 @@ def evaluate(monkeypatch, tmp_path):
     def call(script, prompts=PROMPTS, world_size=1, **settings):
         sampled, sums = [], []
 
-        def sample_completions(_policy, _tokenizer, prompts, temperature, _args, _edit=None):
+        def sample_completions(_policy, _tokenizer, prompts, temperature, _args):
             sampled.append((prompts, temperature))
             places = [int(prompt["prompt"]) for prompt in prompts]
             values = [GREEDY[i] for i in places]
@@ -47,18 +46,18 @@ def evaluate(monkeypatch, tmp_path):
             return batch, list(map(boxed, values))
 
         def all_reduce(values):
-            sums.append(values)
-            return [sum(column) for column in zip(*sums)]
+            sums.append(torch.tensor(values))
+            return sum(sums).tolist()
 
         monkeypatch.setattr(script, "sample_completions", sample_completions)
         monkeypatch.setattr(script, "score_completions", reward)
         monkeypatch.setattr(script, "all_reduce", all_reduce)
-        monkeypatch.setattr(dist, "get_world_size", lambda: world_size)
+        monkeypatch.setattr(script, "WORLD_SIZE", world_size)
         model = SimpleNamespace(device="cpu")
         policy = SimpleNamespace(model=model, actor=None)
         args = script.Args(run_dir=str(tmp_path), **settings)
         for rank in range(world_size):
-            monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+            monkeypatch.setattr(script, "RANK", rank)
             if script is ppo_rlhf:
                 metrics = script.evaluate(policy, None, None, prompts, args, 4)
             else:
@@ -107,12 +106,16 @@ def test_ranks_share_the_held_out_prompts(script, evaluate):
 
 def test_the_penalty_is_in_units_of_the_normalised_score(monkeypatch):
     """A reward model's score is normalised first; without one the reward of the rule is the score."""
-    monkeypatch.setattr(ppo_rlhf, "look_up_scores", lambda *_: torch.tensor([7.0, 3.0, -1.0]))
-    batch = {"rewards": torch.tensor([1.0, 0.0, 0.5]), "truncated": torch.tensor([False, True, True])}
-    policy = SimpleNamespace(score_mean=3.0, score_std=4.0)
+    monkeypatch.setattr(ppo_rlhf, "compute_scores", lambda *_: torch.tensor([7.0, 3.0, -1.0]))
+    monkeypatch.setattr(ppo_rlhf, "score_completions", lambda *_: [1.0, 0.0, 0.5])
+    policy = SimpleNamespace(model=SimpleNamespace(device="cpu"), score_mean=3.0, score_std=4.0)
+    policy.normalise = functools.partial(ppo_rlhf.ActorCritic.normalise, policy)
+    batch = {"truncated": torch.tensor([False, True, True])}
     args = ppo_rlhf.Args(missing_stop_penalty=2.0)
-    assert ppo_rlhf.score_batch("a model", batch, policy, args).tolist() == [1.0, -2.0, -3.0]
-    assert ppo_rlhf.score_batch(None, batch, policy, args).tolist() == [1.0, -2.0, -1.5]
+    for reward_model, scores in (("a model", [1.0, -2.0, -3.0]), (None, [1.0, -2.0, -1.5])):
+        found = ppo_rlhf.score_rollout(policy, reward_model, batch, ["", "", ""], PROMPTS[:3], args)
+        assert found["scores"].tolist() == scores
+        assert found["rule_rewards"].tolist() == [1.0, 0.0, 0.5]
 
 
 # ---- sampling: the distribution, stopping, padding, and agreement with plain forward passes
@@ -174,13 +177,13 @@ def check_distribution(model, stop_ids, temperature, num_samples=20_000):
     ids = torch.arange(model.config.vocab_size)
     torch.manual_seed(1)
     rows = prompt.repeat(num_samples, 1)
-    tokens, _ = grpo.generate(model, rows, torch.ones_like(rows), 2, temperature, stop_ids, PAD_ID)
+    tokens, _, _ = grpo.generate(model, rows, torch.ones_like(rows), 2, temperature, stop_ids)
     extended = torch.cat([prompt.repeat(len(ids), 1), ids.unsqueeze(1)], 1)
     first = model(prompt).logits[:, -1] / temperature  # (1, V)
     second = model(extended).logits[:, -1] / temperature  # (V, V)
     first = first.detach().softmax(-1)
     second = second.detach().softmax(-1)
-    second[stop_ids] = (ids == PAD_ID).float()
+    second[stop_ids] = (ids == 0).float()  # padding
     expected = (first.T * second).flatten() * num_samples
     places = tokens[:, 0] * len(ids) + tokens[:, 1]
     counts = places.bincount(minlength=len(expected))
@@ -244,10 +247,10 @@ def test_rare_ids_of_a_large_vocabulary_are_drawn_as_often_as_they_are_likely(mo
 
 
 def test_stop_ids_are_the_union_of_all_that_name_one(tmp_path):
-    model = load_with(tmp_path, 9, [7, 8])
-    assert model.generation_config.eos_token_id == [STOP, 7, 8, 9]
-    model = load_with(tmp_path, 9, None)
-    assert model.generation_config.eos_token_id == [STOP, 9]
+    for named, expected in (([7, 8], [STOP, 7, 8]), (7, [STOP, 7]), (None, [STOP])):
+        assert load_with(tmp_path, 9, named).generation_config.eos_token_id == expected
+    (tmp_path / "generation_config.json").unlink()  # then it is made from the model's config
+    assert load(grpo, tmp_path)[0].generation_config.eos_token_id == [STOP, 9]
 
 
 def test_every_stop_id_ends_a_completion_and_counts_in_the_mask(tmp_path):
@@ -255,7 +258,7 @@ def test_every_stop_id_ends_a_completion_and_counts_in_the_mask(tmp_path):
     stop_ids = model.generation_config.eos_token_id
     torch.manual_seed(0)
     ids, mask = pad_left(random_prompts(200, 2, 6))
-    completion_ids, completion_mask = grpo.generate(model, ids, mask, 60, 1.0, stop_ids, PAD_ID)
+    completion_ids, completion_mask, sampler_logprobs = grpo.generate(model, ids, mask, 60, 1.0, stop_ids)
     assert completion_mask.sum(1).max() > 30  # rows of very different lengths
     ends = set()
     for row, own in zip(completion_ids.tolist(), completion_mask.tolist()):
@@ -266,6 +269,7 @@ def test_every_stop_id_ends_a_completion_and_counts_in_the_mask(tmp_path):
         if length < 60:
             ends.add(row[length - 1])
     assert ends == {*stop_ids}
+    assert not sampler_logprobs[completion_mask == 0].any()
 
 
 def test_a_completion_of_full_length_is_truncated_unless_it_ends_in_a_stop_id():
@@ -278,8 +282,6 @@ def test_a_completion_of_full_length_is_truncated_unless_it_ends_in_a_stop_id():
         if len(completion) == 3:
             full.append(stopped)
     assert any(full)
-    lengths = batch["lengths"] - batch["prompt_mask"].sum(1)
-    assert torch.equal(batch["completion_mask"].sum(1), lengths)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -301,7 +303,7 @@ def test_sampler_training_forward_and_plain_forward_give_the_same_logprobs(kind,
     model = make_model(kind)
     torch.manual_seed(0)
     ids, mask = pad_left(random_prompts(16, 1, 9))
-    sampled = grpo.generate(model, ids, mask, 20, temperature, [STOP, 9, 12], PAD_ID, with_logprobs=True)
+    sampled = grpo.generate(model, ids, mask, 20, temperature, [STOP, 9, 12])
     completion_ids, completion_mask, sampler_logprobs = sampled
     logprobs, _ = grpo.token_logprobs(model, ids, mask, completion_ids, completion_mask, temperature)
     torch.testing.assert_close(sampler_logprobs, logprobs, atol=1e-5, rtol=0)

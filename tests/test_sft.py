@@ -1,13 +1,12 @@
 """SFT: which tokens are trained, and that nothing else is: python -m pytest tests/test_sft.py"""
 
-import json
 import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import train
-from tiny import TINY, assistant, load, make_tokenizer, user, write_jsonl
+from tiny import TINY, add_pairs, assistant, load, make_tokenizer, user, write_jsonl
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -28,7 +27,9 @@ OF_CHAT = [(FIRST, "2<|end|>"), (FIRST + SECOND, "4<|end|>")]
 
 def encode(tokenizer, row):
     """The examples of a row."""
-    return sft.read_chat(row, tokenizer, sft.Args())
+    found = sft.read_chat(row, tokenizer, sft.Args())
+    assert [reason for _, reason in found] == [""] * len(found)
+    return [example for example, _ in found]
 
 
 def texts_of(tokenizer, row):
@@ -50,7 +51,6 @@ def texts_of(tokenizer, row):
         ({"prompt": "1+2=", "completion": [assistant("3")]}, OF_ROW),
         ({"prompt": CHAT[:3], "completion": "4"}, OF_CHAT),
         ({"messages": CHAT}, OF_CHAT),
-        ({"messages": json.dumps(CHAT)}, OF_CHAT),
         (ROW | {"system": "9"}, [("<|system|>9<|user|>1+2=<|assistant|>", "3<|end|>")]),
     ],
 )
@@ -78,38 +78,36 @@ def test_a_tokenizer_that_writes_a_blank_before_a_text_trains_the_tokens_of_the_
     turn = "{{ m.content }}{% if m.role == 'assistant' %}<end>{% endif %}"
     tokenizer.chat_template = f"{{% for m in messages %}}{turn}{{% endfor %}}"
     [row] = encode(tokenizer, {"prompt": "12", "completion": "3"})
-    [pair] = dpo.read_pair({"prompt": "12", "chosen": "3", "rejected": "2"}, tokenizer, dpo.Args(system_prompt=""))
+    pair, _ = dpo.read_pair({"prompt": "12", "chosen": "3", "rejected": "2"}, tokenizer, dpo.Args(system_prompt=""))
     assert row == {"prompt_ids": pair["prompt_ids"], "completion_ids": pair["chosen_ids"]}
     assert tokenizer.convert_ids_to_tokens(row["completion_ids"]) == ["3", "<end>"]
 
 
-NO_COMPLETION, NO_USER = "without a completion", "without a user's turn before the assistant's turn"
+NO_COMPLETION, NO_USER = "without a prompt and a completion", "that begin with the assistant"
 
 
 @pytest.mark.parametrize(
     "row, reason",
     [
         ({"messages": [user("1+1=")]}, NO_COMPLETION),
-        ({"messages": [user("1+1="), assistant(None)]}, NO_COMPLETION),
-        (ROW | {"completion": " "}, NO_COMPLETION),
+        (ROW | {"completion": ""}, NO_COMPLETION),
+        ({"messages": [user("1+1="), assistant("")]}, "with an empty completion"),
+        ({"prompt": "1", "ground_truth": "2"}, NO_COMPLETION),
         ({"messages": [assistant("2"), user("1+1="), assistant("2")]}, NO_USER),
-        ({"messages": []}, NO_USER),
-        (ROW | {"prompt": None}, NO_USER),
-        (ROW | {"prompt": "1+" * 600}, "too long"),
-        (ROW | {"completion": "1+" * 600}, "too long"),
+        ({"messages": []}, NO_COMPLETION),
+        (ROW | {"prompt": None}, NO_COMPLETION),
+        (ROW | {"prompt": "1+" * 600}, "with a too long prompt"),
+        (ROW | {"completion": "1+" * 600}, "with a too long completion"),
     ],
 )
 def test_a_row_without_a_turn_to_train_says_why(tokenizer, row, reason):
-    assert encode(tokenizer, row) == [reason]
+    assert sft.read_chat(row, tokenizer, sft.Args()) == [(None, reason)]
 
 
 @pytest.mark.parametrize(
     "row, message",
     [
-        ({"prompt": "1", "ground_truth": "2"}, "completion, response, solution, answer is needed, but .* ground_truth"),
-        ({"messages": ["a", "b"]}, "AttributeError"),
-        (ROW | {"completion": "2<|end|>"}, "already has the chat template's tokens"),
-        ({"messages": [user("1+1="), assistant("2") | {"weight": 0}]}, "but this one is .*'weight'"),
+        ({"messages": ["a", "b"]}, "TypeError"),
     ],
 )
 def test_a_row_that_cannot_be_read_is_named_before_any_run_folder(tmp_path, row, message):
@@ -132,9 +130,8 @@ def test_loss_and_gradient_are_those_of_the_trained_tokens_alone(tokenizer, rows
     model, _ = load(sft, TINY)
     examples = [example for row in rows for example in encode(tokenizer, row)]
     divisor = sum(len(example["completion_ids"]) for example in examples)
-    batch = sft.collate(examples, "cpu")
     policy, args = sft.LogprobModel(model), sft.Args(microbatch_tokens=16)
-    totals = sft.accumulate_gradients(policy, batch, torch.arange(len(examples)), divisor, args)
+    totals = add_pairs(sft.accumulate_gradients(policy, examples, divisor, args))
     gradients = [parameter.grad for parameter in model.parameters()]
     losses, entropies = [], []
     for example in examples:
@@ -145,8 +142,8 @@ def test_loss_and_gradient_are_those_of_the_trained_tokens_alone(tokenizer, rows
             losses.append(-logprobs[place - 1, ids[place]])
             entropies.append(-(logprobs[place - 1].exp() * logprobs[place - 1]).sum())
     loss = torch.stack(losses).sum()
-    assert_close(totals["loss/nll"], loss.detach(), rtol=1e-5, atol=0)
-    assert_close(totals["policy/entropy"], sum(entropies).detach(), rtol=1e-5, atol=0)
+    assert totals["loss/nll"] == pytest.approx((loss.item(), divisor), rel=1e-5)
+    assert totals["policy/entropy"] == pytest.approx((sum(entropies).item(), divisor), rel=1e-5)
     expected = torch.autograd.grad(loss / len(losses), [*model.parameters()])
     assert_close(gradients, [*expected], rtol=1e-4, atol=1e-6)
     # An evaluation is the mean over the same tokens.
@@ -193,11 +190,11 @@ FORMS = {
 def test_a_thought_that_the_prompt_opens_is_the_completions(form, monkeypatch):
     tokenizer = tokenizer_of(*FORMS[form])
     opened = form != "Qwen3"
-    prompt = {"prompt_ids": grpo.encode_prompt(tokenizer, grpo.as_messages("17*3="))}
+    prompt = {"prompt_ids": grpo.encode_prompt(tokenizer, [user("17*3=")], None)}
     assert tokenizer.decode(prompt["prompt_ids"]) == PROMPT + "<think>\n" * opened
     completions = [r"17*3... maybe \boxed{51}?", r"maybe \boxed{50}? no</think>\boxed{51}"]
     rows = [tokenizer(text + "<|im_end|>", add_special_tokens=False)["input_ids"] for text in completions]
-    ids, mask = dpo.pad_right(rows, "cpu")
+    ids, mask = dpo.pad(rows, "cpu")
     monkeypatch.setattr(grpo, "generate", lambda *_: (ids, mask, mask.float()))
     config = SimpleNamespace(eos_token_id=[grpo.find_turn_end(tokenizer)])
     policy = SimpleNamespace(model=SimpleNamespace(device="cpu", generation_config=config), modules=list)
@@ -217,7 +214,7 @@ def test_a_thought_that_the_prompt_opens_is_the_completions(form, monkeypatch):
 def test_a_pair_is_trained_as_the_template_writes_a_finished_chat(script, form):
     tokenizer = tokenizer_of(*FORMS[form])
     row = {"prompt": "17*3=", "chosen": "<think>50+1</think>51", "rejected": "50"}
-    [pair] = script.read_pair(row, tokenizer, script.Args(system_prompt=""))
+    pair, _ = script.read_pair(row, tokenizer, script.Args(system_prompt=""))
     chosen, rejected = (tokenizer.decode(pair["prompt_ids"] + pair[name]) for name in ("chosen_ids", "rejected_ids"))
     assert chosen == f"{PROMPT}<think>\n50+1\n</think>\n\n51<|im_end|>"
     assert rejected == f"{PROMPT}<think>\n\n</think>\n\n50<|im_end|>"
@@ -225,11 +222,22 @@ def test_a_pair_is_trained_as_the_template_writes_a_finished_chat(script, form):
     assert example == {"prompt_ids": pair["prompt_ids"], "completion_ids": pair["rejected_ids"]}
 
 
-@pytest.mark.parametrize(
-    "text, reason",
-    [("51", "renders the prompt differently"), ("<think>50+1</think>51", "does not write the content of the message")],
-)
-def test_a_template_that_takes_the_thought_away_is_refused(text, reason):
+def test_a_template_that_takes_the_thought_away_drops_the_row():
     tokenizer = tokenizer_of(*FORMS["DeepSeek-R1-Distill, QwQ"])
-    with pytest.raises(ValueError, match=f"the chat template {reason}"):
-        encode(tokenizer, {"prompt": "17*3=", "completion": text})
+    row = {"prompt": "17*3=", "completion": "<think>50+1</think>51"}
+    reason = "whose prompt reads differently when a completion follows"
+    assert sft.read_chat(row, tokenizer, sft.Args()) == [(None, reason)]
+
+
+def test_tools_and_tool_calls_reach_the_template():
+    """The template writes them, and the model is trained on what it writes."""
+    call = "{% for c in m.tool_calls or [] %}<call>{{ c.name }}</call>{% endfor %}"
+    turn = "<|im_start|>{{ m.role }}\n{{ m.content }}" + call + "<|im_end|>\n"
+    tools = "{% if tools %}{{ tools[0].name }}\n{% endif %}"
+    prompt = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    template = f"{tools}{{% for m in messages %}}{turn}{{% endfor %}}{prompt}"
+    tokenizer = make_tokenizer(["<|endoftext|>", "<|im_start|>", "<|im_end|>"], template)
+    chat = [user("17*3="), assistant("") | {"tool_calls": [{"name": "times"}]}]
+    [example] = encode(tokenizer, {"messages": chat, "tools": [{"name": "times"}]})
+    assert tokenizer.decode(example["prompt_ids"]) == f"times\n{PROMPT}"
+    assert tokenizer.decode(example["completion_ids"]) == "<call>times</call><|im_end|>"

@@ -86,7 +86,10 @@ def load(script, name):
 def load_scorer(script, name, new_head=True):
     """A reward model as main loads it, and its tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(str(name))
-    return script.load_reward_model(str(name), tokenizer, new_head=new_head), tokenizer
+    model = script.load_reward_model(str(name), new_head=new_head)
+    if hasattr(script, "set_pad_token"):
+        script.set_pad_token(model, tokenizer)
+    return model, tokenizer
 
 
 def pad_right(rows, width, pad_id=PAD_ID):
@@ -112,8 +115,7 @@ def make_batch(model, temperature=0.7):
         "completion_ids": completion_ids,
         "completion_mask": completion_mask,
         "action_mask": action_mask,
-        "lengths": prompt_mask.sum(1) + completion_mask.sum(1),
-        "live": torch.ones(len(PROMPTS), dtype=torch.bool),
+        "indices": torch.arange(len(PROMPTS)),
         "advantages": torch.tensor([1.2, -0.7, 0.0, 0.4, -1.5, 0.0, 0.9, -0.3], dtype=logprobs.dtype),
         "old_logprobs": logprobs + 0.3 * noise[0],
         "ref_logprobs": logprobs + 0.5 * noise[1],
@@ -133,10 +135,20 @@ def call_policy_loss(script, args, **inputs):
     return script.policy_loss(**{name: given[name] for name in names if name in given})
 
 
-def call_accumulate_gradients(script, policy, batch, rows, args, on_policy=False):
-    """A script's accumulate_gradients of an optimizer step over eight completions; reinforce is always on policy."""
-    takes_it = "on_policy" in inspect.signature(script.accumulate_gradients).parameters
-    return script.accumulate_gradients(policy, batch, rows, 8, *[on_policy] * takes_it, args)
+def call_accumulate_gradients(script, policy, batch, indices, args, is_first=False, divisor=8):
+    """The added metrics of a script's accumulate_gradients; reinforce is always in its first update."""
+    takes_it = "is_first" in inspect.signature(script.accumulate_gradients).parameters
+    return add_pairs(script.accumulate_gradients(policy, batch, indices, divisor, *[is_first] * takes_it, args))
+
+
+def add_pairs(collected):
+    """{name: (sum, count)} of dictionaries of such pairs, added as mean_metrics does."""
+    totals = {}
+    for metrics in collected:
+        for name, (total, count) in metrics.items():
+            before = totals.get(name, (0.0, 0.0))
+            totals[name] = (before[0] + float(total), before[1] + float(count))
+    return totals
 
 
 def load_module(path):

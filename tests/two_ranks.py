@@ -41,8 +41,8 @@ def gradient_of_parameters(policy):
 
 
 def sum_over_ranks(metrics):
-    values = [float(value) for value in metrics.values()]
-    return dict(zip(metrics, grpo.all_reduce(values)))
+    """Each metric's sum and count, added over ranks."""
+    return dict(zip(metrics, grpo.all_reduce([list(pair) for pair in metrics.values()])))
 
 
 def run(script, dtype, live_rows, precision, lora_rank):
@@ -55,9 +55,11 @@ def run(script, dtype, live_rows, precision, lora_rank):
             parameter.data.fill_(0.02)
     share = SHARES[dist.get_rank()] if dist.get_world_size() > 1 else sum(SHARES, [])
     batch = take(make_batch(model), share)
-    rows = torch.tensor([share.index(row) for row in live_rows if row in share], dtype=torch.long)
-    policy = script.shard(script.LogprobModel(model), args, torch.device("cpu"))
-    metrics = call_accumulate_gradients(script, policy, batch, rows, args)
+    batch["indices"] = torch.arange(len(share))
+    indices = torch.tensor([share.index(row) for row in live_rows if row in share], dtype=torch.long)
+    policy = script.prepare_model(script.LogprobModel(model), args, torch.device("cpu"))
+    divisor = 8 / dist.get_world_size()  # FSDP takes the mean over ranks
+    metrics = call_accumulate_gradients(script, policy, batch, indices, args, divisor=divisor)
     return {"gradient": gradient_of_parameters(policy), "metrics": sum_over_ranks(metrics)}
 
 

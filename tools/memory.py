@@ -74,7 +74,7 @@ def read_settings(script, config=None, **given):
         raise SystemExit(f"{script}.py has no --{unknown[0].replace('_', '-')}")
     own["precision"] = SETTINGS["precision"]  # the default on a GPU, wherever this runs
     named = getattr(config, "task_defaults", {})
-    own |= {name: value for name, value in (named | named.get(script, {})).items() if name in own}
+    own |= {name: value for name, value in (named | named.get(f"{script}.py", {})).items() if name in own}
     settings = SETTINGS | {name: value for name, value in own.items() if name in SETTINGS}
     return SimpleNamespace(script=script, cpu=False, **settings | {k: v for k, v in given.items() if v is not None})
 
@@ -84,7 +84,7 @@ def count_model(config, kind=AutoModelForCausalLM):
     with torch.device("meta"):
         model = kind.from_config(config)
     blocks = [block for block in model.modules() if type(block).__name__ in model._no_split_modules]
-    linears = [layer for layer in blocks[0].modules() if type(layer) is nn.Linear]
+    linears = [layer for layer in blocks[0].modules() if isinstance(layer, nn.Linear)]
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     in_blocks = sum(weight.numel() for block in blocks for weight in block.parameters())
@@ -171,8 +171,8 @@ def update_bytes(models, settings, ranks):
         chunk = min(CHUNK, 4 * tokens * model.vocab)
         head = gradient + max(gradient + 3 * chunk, 4 * chunk) if name == "policy" else gradient
         work.append(gathered + head + 16 * tokens * model.hidden)
-        # Gradients outside the blocks: as computed, while they are sent between ranks, and as received.
-        work.append(0 if settings.lora_rank else 3 * gathered)
+        # Gradients outside the blocks: as computed and as sent between ranks, or as sent and as received.
+        work.append(0 if settings.lora_rank else 2 * gathered)
         # The block's weights and gradients in the dtype that it computes in, and the gradients in float32.
         block = (2 * size + 4) * model.blocks / model.layers if sharded else 0
         again = whole if settings.gradient_checkpointing else 0

@@ -30,6 +30,7 @@ from datetime import datetime
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported, as in the scripts
 
 import torch
 from tqdm import tqdm
@@ -95,8 +96,7 @@ def read_settings(given):
         args = grpo.parse_args()
     finally:
         sys.argv = before
-    if args.precision == "auto":
-        args.precision = grpo.find_precision()
+    grpo.check_args(args)  # it replaces the precision "auto"
     return args
 
 
@@ -105,10 +105,12 @@ def load_rows(given, args, tokenizer):
     if given.prompt:
         rows = []
         for number, text in enumerate(given.prompt, 1):
-            row = grpo.read_prompt({"prompt": text}, tokenizer, args)
-            if isinstance(row[0], str):
-                raise SystemExit(f"prompt {number}, {text[:60]!r}: {row[0]}")
-            rows += row
+            if not text.strip():
+                raise SystemExit(f"prompt {number} is empty")
+            row, reason = grpo.read_prompt({"prompt": text}, args, tokenizer)
+            if reason:
+                raise SystemExit(f"prompt {number}, {text[:60]!r}, cannot be used: it is a row {reason}")
+            rows.append(row)
         return rows
     if given.split == "test":
         args.eval_prompts = given.num_prompts or args.eval_prompts
@@ -127,10 +129,11 @@ def with_system(prompt, system_prompt):
 
 
 def without_marks(text, tokenizer):
-    """Return a completion without special tokens of the chat template, because sft.py and dpo.py refuse these."""
+    """Return a completion without special tokens of the template, which sft.py and dpo.py would take for its own."""
     if tokenizer.chat_template is None:
         return text
-    frame = tokenizer.apply_chat_template(grpo.CHAT, tokenize=False)
+    chat = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": "Answer"}]
+    frame = tokenizer.apply_chat_template(chat, tokenize=False)
     for token in tokenizer.added_tokens_decoder.values():
         if token.special and str(token) in frame:
             text = text.replace(str(token), "")
@@ -173,18 +176,17 @@ def main(given):
         given.prompt = [line for line in sys.stdin.read().splitlines() if line.strip()]
     if given.prompt and given.keep != "all":
         raise SystemExit(f"--keep {given.keep}: your own prompts have no answers, so no completion is right")
-    _, _, device = grpo.init_ranks()
+    device = grpo.init_ranks()
     args = read_settings(given)
     given.system_prompt = args.system_prompt  # that of the model or of grpo.py if none was given
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     rows = load_rows(given, args, tokenizer)
     model = grpo.load_model(args.model, tokenizer)
-    grpo.check_model(model, rows[0]["prompt_ids"], args)
-    policy = grpo.shard(grpo.LogprobModel(model.requires_grad_(False)), args, device)
-    tool_use = None
+    grpo.check_model(model, args)
+    policy = grpo.prepare_model(grpo.LogprobModel(model.requires_grad_(False)), args, device)
+    script = grpo
     if given.calculator:
-        args.tool_tokens = grpo_tools.Args.tool_tokens
-        tool_use = grpo_tools.ToolUse(tokenizer, args)
+        script, args.tool_tokens = grpo_tools, grpo_tools.Args.tool_tokens
     torch.manual_seed(args.seed % 2**63)
     n, samples, kept = given.num_samples if given.temperature else 1, [], []
     lot = random.Random(args.seed)
@@ -197,12 +199,12 @@ def main(given):
     file = open(f"{out}.unfinished" if out else os.devnull, "w")
     for start in tqdm(range(0, len(rows), size), unit="batch", disable=None):
         part = [row for row in rows[start : start + size] for _ in range(n)]
-        batch, texts = grpo.sample_completions(policy, tokenizer, part, given.temperature, args, tool_use)
+        batch, texts = script.sample_completions(policy, tokenizer, part, given.temperature, args)
         texts = [without_marks(text, tokenizer) for text in texts]
         printed = grpo_tools.mark_replies(tokenizer, batch) if given.calculator else texts
         rewards = [None] * len(texts)
         if not given.prompt:
-            rewards = [float(reward) for reward in grpo.score_completions(texts, part)]
+            rewards = grpo.check_rewards(grpo.score_completions(texts, part), texts)
         for row, text, shown_text, reward, truncated in zip(part, texts, printed, rewards, batch["truncated"].tolist()):
             if len(samples) < shown * n:
                 if len(samples) % n == 0:

@@ -190,7 +190,7 @@ def test_the_page_itself_loads_nothing_and_inserts_no_html():
 
 def tiny_run(script, folder, data, **settings):
     """Train the bundled model for two steps on a few rows of its data."""
-    rows = (TOOLS.parent / "data" / data / "train.jsonl").read_text().splitlines(keepends=True)[:12]
+    rows = (TOOLS.parent / "data" / data / "train.jsonl").read_text().splitlines(keepends=True)[:20]
     folder.with_suffix(".jsonl").write_text("".join(rows))
     settings |= {"dataset": str(folder.with_suffix(".jsonl"))}
     settings |= {"num_steps": 2, "eval_prompts": 4, "eval_every": 1, "run_dir": str(folder)}

@@ -36,7 +36,7 @@ def make_policy(config, settings):
     model = AutoModelForCausalLM.from_config(config).eval()
     if settings.lora_rank:
         grpo.add_adapters(model, settings.lora_rank)
-    return grpo.shard(grpo.LogprobModel(model), settings, CPU)
+    return grpo.prepare_model(grpo.LogprobModel(model), settings, CPU)
 
 
 def count_peak(run):
@@ -84,7 +84,7 @@ def test_bytes_of_weights_gradients_and_moments_are_exact(rank, precision, tied)
     settings.precision, settings.kl_coef = precision, 0.04
     policy = make_policy(config, settings)
     reference = AutoModelForCausalLM.from_config(config).requires_grad_(False)
-    reference = grpo.shard(grpo.LogprobModel(reference), settings, CPU)
+    reference = grpo.prepare_model(grpo.LogprobModel(reference), settings, CPU)
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     trained = [weight for weight in policy.parameters() if weight.requires_grad]
     for weight in trained:
@@ -109,7 +109,8 @@ def test_ppo_has_a_value_model_and_a_reward_model_too():
     value_model = AutoModelForSequenceClassification.from_config(config)
     weights, gradients = memory.weight_bytes(memory.count_models(config, "ppo_rlhf"), settings, ranks=1)
     assert weights["value model"] == count_bytes(value_model.parameters())
-    scorer = ppo_rlhf.shard(ppo_rlhf.ScoreModel(value_model.requires_grad_(False)), settings, CPU)
+    scorer = ppo_rlhf.InForward(value_model.requires_grad_(False), ppo_rlhf.sequence_scores)
+    ppo_rlhf.prepare_model(scorer, settings, CPU)
     assert weights["reward model"] == count_bytes(scorer.parameters())
     assert gradients == weights["policy"] + weights["value model"]
 
@@ -175,7 +176,7 @@ def test_the_rollout_takes_what_was_counted(vocab, tokens, shared):
     mask = torch.ones_like(prompts)
     mask[:4, :3] = 0  # without padding there is no mask, and attention takes another path
     with grpo.gathered(policy) as sampler:
-        counted = count_peak(lambda: grpo.generate(sampler, prompts, mask, tokens, 1.0, [], 0))
+        counted = count_peak(lambda: grpo.generate(sampler, prompts, mask, tokens, 1.0, []))
     lengths = {"max_prompt_length": 16, "max_completion_length": tokens}
     settings = make_settings(prompts_per_step=8, group_size=4, **lengths)
     settings.eval_prompts = 0

@@ -72,10 +72,10 @@ def test_pass_at_k_is_the_share_of_draws_of_k_with_a_right_one():
 
 def test_a_reward_that_needs_no_answers_is_kept_as_the_number_it_is(monkeypatch, capsys):
     monkeypatch.setattr(grpo, "reward_fn", lambda completion, _: len(completion) + 0.7)
-    write_jsonl("rows.jsonl", [{"prompt": f"{i}+1="} for i in range(1, 9)])
+    write_jsonl("rows.jsonl", [{"prompt": f"{i}+1="} for i in range(1, 16)])
     run("--dataset", "rows.jsonl", "--eval-prompts", 3, "--num-samples", 2, "--out", "a.jsonl")
     rows, shown = read_jsonl("a.jsonl"), capsys.readouterr().out
-    assert [row["prompt"] for row in rows[::2]] == ["1+1=", "5+1=", "8+1="]
+    assert [row["prompt"] for row in rows[::2]] == ["4+1=", "5+1=", "15+1="]
     assert [row["reward"] for row in rows] == [len(row["completion"]) + 0.7 for row in rows]
     assert "mean reward" in shown and "accuracy" not in shown
 
@@ -95,11 +95,11 @@ def test_greedy_completions_are_those_of_an_evaluation_and_samples_are_of_the_se
     assert Path("c.jsonl").read_text() == Path("d.jsonl").read_text() != Path("e.jsonl").read_text()
 
 
-SMALL = [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(1, 6)]
+SMALL = [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(1, 11)]
 ROWS = [  # more rows of a test split than an evaluation has; all rows of a small file; its held-out rows
     (["--split", "test", "--eval-prompts", 4, "--num-prompts", 512], TEST),
     (["--split", "train", "--eval-prompts", 0, "--dataset", "rows.jsonl"], SMALL),
-    (["--split", "test", "--eval-prompts", 2, "--dataset", "rows.jsonl"], [SMALL[0], SMALL[4]]),
+    (["--split", "test", "--eval-prompts", 2, "--dataset", "rows.jsonl"], [SMALL[1], SMALL[4]]),
 ]
 
 
@@ -119,7 +119,7 @@ def test_another_model_is_sampled_by_its_template_and_sft_reads_back_what_it_was
     tokenizer = make_tokenizer(special, template)
     folder = make_folder("model", tokenizer)
     system = [{"role": "system", "content": "Add."}] * kind.endswith("system message")
-    asked = [[*system, {"role": "user", "content": f"{i}+1="}] for i in range(1, 7)]
+    asked = [[*system, {"role": "user", "content": f"{i}+1="}] for i in range(1, 16)]
     write_jsonl("rows.jsonl", [{"question": m[0]["content"] if kind == "text" else m, "answer": "2"} for m in asked])
     seen, generate = [], grpo.generate
     monkeypatch.setattr(grpo, "generate", lambda *given, **more: seen.append(given) or generate(*given, **more))
@@ -132,10 +132,10 @@ def test_another_model_is_sampled_by_its_template_and_sft_reads_back_what_it_was
     said = tokenizer.decode(prompts[0])
     assert ("Add." if system else "put your final answer within \\boxed{}." * (form != "gemma")) in said
     kept = read_jsonl("a.jsonl")
-    assert len(kept) == len(prompts) == 6 and any(row["completion"].strip() for row in kept) and "3+1=" in said
+    assert len(kept) == len(prompts) == 6 and any(row["completion"].strip() for row in kept) and "4+1=" in said
     args = sft.Args(dataset="a.jsonl", max_prompt_length=512, max_completion_length=64, eval_prompts=0)
     for row, prompt in zip(kept, prompts):
-        [example] = sft.read_chat(row | {"completion": "5"}, tokenizer, args)
+        [(example, _)] = sft.read_chat(row | {"completion": "5"}, tokenizer, args)
         assert example["prompt_ids"] == prompt
     assert len(sft.load_chats(args, tokenizer)[0]) == sum(bool(row["completion"].strip()) for row in kept)
 
@@ -198,10 +198,10 @@ def test_the_rows_that_are_kept_are_of_samples_and_train(form, capsys):
     gave = {row["prompt"] for row in kept}
     said = f"written: a.jsonl\n{len(kept)} rows, {16 - len(gave)} of 16 prompts gave none\n16 prompts, 128 completions"
     assert said in capsys.readouterr().out and max(Counter(row["prompt"] for row in kept).values()) == 2
-    script = sft if form == "right" else dpo
+    script, unit = (sft, "examples") if form == "right" else (dpo, "rows")
     sizes = {"num_steps": 1, "minibatch_size": 8, "eval_prompts": 0, "run_dir": "run"}
     script.main(parse(script, model=TINY, dataset="a.jsonl", **sizes))
-    assert f"{len(kept)} training rows of " in capsys.readouterr().out
+    assert f"{len(kept)} training {unit} of " in capsys.readouterr().out
 
 
 def test_the_file_is_there_when_it_is_whole_and_not_where_nothing_is_right(monkeypatch):
@@ -240,8 +240,8 @@ BAD = [
     (["--prompt", "1+1=", "--max-completion-length", "300"], "but the model's context has only 256"),
     (["--eval-prompts", "0", "--dataset", "sums.jsonl"], "--eval-prompts 0: no rows are held out"),
     (["--prompt", "1+1=", "--dataset", "rows.jsonl"], "--prompt and --dataset: give only one of them"),
-    (["--prompt", "1+1=", "--prompt", ""], "prompt 2, '': without a user's turn"),
-    (["--prompt", "1+" * 40], "prompt 1, '1.1.*: too long"),
+    (["--prompt", "1+1=", "--prompt", ""], "prompt 2 is empty"),
+    (["--prompt", "1+" * 40], "prompt 1, '1.1.*, cannot be used: it is a row with a too long prompt"),
     (["--out", "rows.jsonl"], "--out rows.jsonl exists"),
 ]
 
