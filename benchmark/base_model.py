@@ -8,8 +8,11 @@ samples it also prints pass@4.
 """
 
 import math
+import os
 import sys
 from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported, as in the scripts
 
 import torch
 from transformers import AutoTokenizer

@@ -15,10 +15,13 @@ It compares four kinds of blocks:
 """
 
 import json
+import os
 import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported, as in the scripts
 
 import matplotlib.pyplot as plt
 import torch

@@ -53,7 +53,7 @@ def run(objective, seed, folder):
             part.update(microbatch)
             yield microbatch
 
-    def loss(logprobs, old_logprobs, advantages, completion_mask, *rest):
+    def loss(logprobs, old_logprobs, sampler_logprobs, advantages, completion_mask, *rest):
         whole = completion_mask.bool()
         largest.append(torch.where(whole, logprobs - old_logprobs, 0.0).exp().max().item())
         mask = whole & (advantages != 0).unsqueeze(1)
@@ -69,7 +69,7 @@ def run(objective, seed, folder):
                 found = columns[:, keys == key].sum(1).tolist()
                 name = f"{kind} {key if kind == 'bin' else tokenizer.convert_ids_to_tokens(key)}"
                 counts[name] = [a + b for a, b in zip(counts[name], found)]
-        total, metrics = policy_loss(logprobs, old_logprobs, advantages, completion_mask, *rest)
+        total, metrics = policy_loss(logprobs, old_logprobs, sampler_logprobs, advantages, completion_mask, *rest)
         if objective in RANGES:
             low, high = RANGES[objective]
             ratio, advantages = torch.where(whole, logprobs - old_logprobs, 0.0).exp(), advantages.unsqueeze(1)

@@ -55,7 +55,8 @@ SAMPLED = {  # on the completions of each step
 }
 DIGITS = {"rollout/length_mean": 1, "rollout/tool_tokens": 1}  # after the point, if not 3
 DIGITS |= {"policy/clip_fraction_low": 4, "policy/clip_fraction_high": 4}
-OTHERS = ["reward/mean", "reward/zero_std", "loss/policy"]  # what the pages name outside of the tables
+# What the pages name outside of the tables, and loss/kl, which is in the csv but no longer logged.
+OTHERS = ["reward/mean", "reward/zero_std", "loss/policy", "loss/kl"]
 OTHERS += ["optim/grad_norm", "optim/value_grad_norm", "rollout/truncated", "rollout/rounds", "rollout/steps"]
 OTHERS += ["perf/step_seconds"]
 

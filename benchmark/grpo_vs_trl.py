@@ -174,6 +174,7 @@ def load_grpo(size):
     sys.path.insert(0, str(ROOT))
     import grpo
 
+    grpo.torch.set_num_threads = lambda _: None  # grpo.py gives a small model one thread, TRL does not
     if size == "large":
         grpo.reward_fn = parity_reward
     return grpo
@@ -234,7 +235,10 @@ def run_trl(job):
     # The prompts are text with the chat template already applied, which saves TRL this work in its rollout.
     texts = []
     for prompt in rows["prompt"]:
-        ids = grpo.encode_prompt(tokenizer, grpo.as_messages(prompt, settings.get("system_prompt", "")))
+        messages = grpo.as_messages(prompt, "user")
+        if settings.get("system_prompt"):
+            messages.insert(0, {"role": "system", "content": settings["system_prompt"]})
+        ids = grpo.encode_prompt(tokenizer, messages, None)
         texts.append(tokenizer.decode(ids) if tokenizer.chat_template else prompt)
         assert tokenizer(texts[-1])["input_ids"] == ids and len(ids) <= settings["max_prompt_length"]
     rows = rows.remove_columns("prompt").add_column("prompt", texts)

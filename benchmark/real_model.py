@@ -33,6 +33,8 @@ from pathlib import Path
 from statistics import mean
 from threading import Lock
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported, as in the scripts
+
 import matplotlib.pyplot as plt
 import numpy as np
 import torch

@@ -5,8 +5,9 @@
 The program writes benchmark/results/threads.json and prints the table of docs/results.md.
 
 torch's threads wait for each other by spinning before they sleep. They spin for 300,000 turns unless libgomp's
-GOMP_SPINCOUNT is set. Each row of the table runs `python grpo.py` beside other processes. Each column uses another way
-of waiting, which all processes of the row share.
+GOMP_SPINCOUNT is set. Each row of the table runs grpo.py beside other processes. Each column uses another way of
+waiting, which all processes of the row share. For a model this small, grpo.py takes a single thread. Here it takes as
+many as torch takes by itself.
 
 A number is the median of perf/step_seconds, without the first two steps. A run ends after 12 steps or 75 seconds.
 """
@@ -31,7 +32,7 @@ WAITS = {
     "none (OMP_WAIT_POLICY=PASSIVE)": {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"},
 }
 BUSY_LOOP = [sys.executable, "-c", "while True: pass"]
-TRAINING = [sys.executable, "grpo.py", "--num-steps", "100000", "--eval-prompts", "8", "--eval-every", "100000"]
+TRAINING = [sys.executable, __file__, "train", "--num-steps", "100000", "--eval-prompts", "8", "--eval-every", "100000"]
 SECONDS = 75  # longest time of a measured training run
 LOADS = {  # {name: (other processes, variables of all processes, variables of the other processes)}
     "alone": ([], {}, {}),
@@ -79,6 +80,16 @@ def measure(wait, load):
     return {"median": statistics.median(seconds) if seconds else None, "steps": len(seconds)}
 
 
+def train():
+    """Train with grpo.py, and leave the number of threads to torch."""
+    sys.path.insert(0, str(ROOT))
+    import grpo
+
+    grpo.torch.set_num_threads = lambda _: None
+    del sys.argv[1]
+    grpo.main(grpo.parse_args())
+
+
 def main():
     rows = {}
     for load in LOADS:
@@ -100,4 +111,4 @@ def table(rows):
 
 
 if __name__ == "__main__":
-    main()
+    train() if sys.argv[1:2] == ["train"] else main()

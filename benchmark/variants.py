@@ -65,9 +65,12 @@ def run_crude(bits, weighted, flags):
         grpo.sample_completions = sample_completions
         return metrics
 
-    def policy_loss(*inputs):
-        *inputs, sampler_logprobs, cap = inputs
-        return whole_loss(*inputs, sampler_logprobs if weighted else None, cap)
+    def policy_loss(logprobs, old_logprobs, sampler_logprobs, *rest):
+        if weighted:
+            return whole_loss(logprobs, old_logprobs, sampler_logprobs, *rest)
+        loss, metrics = whole_loss(logprobs, old_logprobs, old_logprobs, *rest)  # every weight is 1
+        del metrics["policy/sampler_kl"]
+        return loss, metrics
 
     grpo.sample_completions, grpo.evaluate, grpo.policy_loss = sample_completions, evaluate, policy_loss
     grpo.main(parse(grpo, *flags))

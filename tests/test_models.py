@@ -131,7 +131,7 @@ FAULTS = {
     "nan": (weights(NORM, lambda value: value.fill_(torch.nan)), "nan"),
     "other tokenizer": (take_other_tokenizer, "index out of range|no stop token"),
     "adapters": (adapters, "Unrecognized model in .*/model"),
-    "quantized": (make_quantized, "Loading a GPTQ quantized model requires"),
+    "quantized": (make_quantized, "is quantized: train the model that it was made from"),
     "encoder": (make_encoder, "Unrecognized configuration class .*T5Config|not a complete reward model"),
 }
 
