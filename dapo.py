@@ -25,8 +25,8 @@ Departures from the paper
 - The trained reward is 2 R − 1 for a reward R of 0 or 1, so that reward/mean means the same as in the other scripts.
 - The standard deviation (with G − 1) gets 1e-4 added, and equal rewards have advantage 0. The paper mentions neither.
 - A rollout is used for four optimizer steps (two with the small model); the paper makes sixteen.
-- With bfloat16, float32 weights get noise below bfloat16's precision, which the blocks round away. With it, small steps
-  take effect on average (see add_rounding_noise).
+- With bfloat16, the float32 weights start with random low bits. The blocks' rounding hides them at first, but they let
+  small steps change some of the rounded weights (see add_rounding_noise).
 
     python dapo.py
     python dapo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k:main --group-size 8
@@ -306,6 +306,7 @@ def main(args):
     if args.lora_rank:
         add_adapters(model, args.lora_rank)
     policy = prepare_model(LogprobModel(model), args, device)
+    # step_optimizer sets the learning rate.
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     last_step = open_run(args, policy, optimizer)
     stops = catch_signals()
@@ -406,7 +407,7 @@ def parse_args():
         task_defaults = config.get("task_defaults", {})
         own_defaults = task_defaults.get(Path(__file__).name, {})  # for this script alone
         settings = task_defaults | own_defaults
-        settings = {name: value for name, value in settings.items() if name in vars(args)}
+        settings = {name: value for name, value in settings.items() if name in vars(args)}  # not those of other scripts
         if RANK == 0:
             print(f"defaults from the model's config.json (your flags replace them): {settings}")
     args = tyro.cli(Args, default=Args(**settings))
@@ -469,13 +470,13 @@ def load_splits(name, num_held_out):
     path, _, rest = name.partition(":")  # NAME, NAME:CONFIG or NAME:CONFIG:SPLIT
     config, _, split = rest.partition(":")
     train = split or "train"
-    if file_type == "csv":  # keep blanks as texts: whole numbers beside missing values would become floats
+    if file_type == "csv":  # read blanks as "": as missing values they would turn whole numbers into floats
         splits = load_dataset("csv", data_files=name, keep_default_na=False)
     elif file_type in ("json", "parquet"):
         splits = load_dataset(file_type, data_files=name)
     else:
         splits = load_dataset(path, config or None)
-    # Hold out rows of the first of these splits that is there: for train_sft, of test_sft, validation_sft or itself.
+    # Hold out rows of the test split, else of validation, else of the training split. With train_sft it is test_sft.
     candidates = [train.replace("train", kind) for kind in ("test", "validation", "train")]
     found = [candidate for candidate in candidates if candidate in splits]
     if not found or (split and split not in splits):
@@ -511,11 +512,11 @@ def read_prompts(kind, rows, held_out, args, tokenizer):
 
 
 def read_prompt(row, args, tokenizer):
-    """Return a row with its prompt, answer and prompt_ids, and ""; or None, and why the row is dropped."""
+    """Return (the row with its prompt, answer and prompt_ids, "") or (None, why the row is dropped)."""
     prompt = find_column(row, PROMPT_COLUMNS)
     answer = find_column(row, ANSWER_COLUMNS)
     if not prompt:
-        return None, f"without one of the columns {', '.join(PROMPT_COLUMNS)}"
+        return None, f"without a prompt in one of the columns {', '.join(PROMPT_COLUMNS)}"
     if answer is not None and parse_gold(answer) == "":
         return None, "without an answer"
     messages = as_messages(prompt, "user")
@@ -529,7 +530,7 @@ def read_prompt(row, args, tokenizer):
 
 
 def find_column(row, names):
-    """Return the first of these columns that a row has, as a text or messages: "" without a value, None without one."""
+    """Return the first of these columns in a row, as a text or messages: "" if it is empty, None if there is none."""
     for name in names:
         if name in row:
             value = row[name]
@@ -598,7 +599,7 @@ def extract_answer(text):
     -\boxed{\frac{1}{2}}                    ->  -\frac{1}{2}
     1 + 1 = 2 #### 2                        ->  2
     """
-    text = text.rpartition("</think>")[2].partition("<think>")[0]  # without thoughts, also one that was cut off
+    text = text.rpartition("</think>")[2].partition("<think>")[0]  # after a thought, before one that was cut off
     answer = None
     while "\\boxed" in text:
         before, _, after = text.partition("\\boxed")
@@ -668,7 +669,7 @@ def load_model(name, tokenizer):
         raise SystemExit(f"{name} is an adapter: merge it into its model first, with merge_and_unload() of peft")
     if model.num_parameters() < 10_000_000:
         torch.set_num_threads(1)  # on a CPU, more threads would mostly wait for each other
-    # nn.Embedding never trains the row padding_idx, but its token may also be the stop token.
+    # nn.Embedding gives the row padding_idx no gradient, but the padding token may also be the stop token.
     model.get_input_embeddings().padding_idx = None
     stop_ids = model.generation_config.eos_token_id
     if not isinstance(stop_ids, list):
@@ -738,8 +739,8 @@ class LoraLinear(nn.Module):
     def forward(self, inputs):
         rows = inputs.flatten(0, -2)  # (N, D)
         adapted = self.lora_b(self.lora_a(rows)) * (LORA_ALPHA / self.lora_a.out_features)
-        # addmm adds the adapter's output to the layer's before that is rounded. In bfloat16, 1.002 + 0.003 is 1.008 if
-        # it is rounded once; but 1.002 alone is rounded to 1, and 1 + 0.003 to 1 again.
+        # addmm adds the adapter's output to the layer's before that is rounded. bfloat16 has 1, 1.008, 1.016:
+        # 1.002 + 0.003 is 1.008 if it is rounded once, but 1.002 alone is rounded to 1, and 1 + 0.003 to 1 again.
         output = torch.addmm(adapted, rows, self.weight.T)
         if self.bias is not None:
             output = output + self.bias
@@ -804,13 +805,13 @@ def add_rounding_noise(rounded):
     that start at random places in this range, a step takes some over its edge, in proportion to the step's size. Most
     checkpoints hold bfloat16 numbers, so their weights have no lower bits of their own.
     """
-    # The last bit that bfloat16 keeps is 2**16 here, and the noise is less than half of it.
+    # The last bit that bfloat16 keeps is 2**16 here, and the noise is less than half of it, also at powers of two.
     noise = torch.randint(-32767, 32768, rounded.shape, dtype=torch.int32) * (rounded != 0)
     return (rounded.float().view(torch.int32) + noise).view(torch.float32)
 
 
 class LogprobModel(nn.Module):
-    """A model whose forward is token_logprobs: FSDP gathers its weights, such as the LM head's, only for a forward."""
+    """Make token_logprobs a forward, because FSDP gathers weights, such as the LM head's, only for a forward."""
 
     def __init__(self, model):
         super().__init__()
@@ -989,7 +990,7 @@ def mix_seed(*numbers):
 
 
 def sample_completions(policy, tokenizer, prompts, temperature, args):
-    """Sample one completion per prompt; return tensors (B, ...) and texts. Adjacent equal prompts are read once."""
+    """Sample one completion per prompt; return tensors (B, ...) and texts. Adjacent equal prompts share a prefill."""
     stop_ids = policy.model.generation_config.eos_token_id
     prompt_ids, prompt_mask = pad_left(prompts, policy.model.device)  # (B, P)
     size = args.rollout_batch_size or len(prompts)
@@ -1154,7 +1155,7 @@ def compute_logprobs(policy, batch, minibatches, args):
     for indices in minibatches:
         for part in microbatches(batch, indices, args.microbatch_tokens):
             found, _ = policy(part, args.temperature)
-            logprobs[part["indices"]] += found  # a filler repeats completion 0, with zeros
+            logprobs[part["indices"]] += found  # a filler of microbatches repeats completion 0, with zeros
     return logprobs
 
 
@@ -1215,7 +1216,7 @@ def log_group(args, step, prompt, texts, rewards):
     """Log a group of completions; with the first step and each evaluation, print their ends, too."""
     sample = {"prompt": prompt["prompt"], "answer": prompt["answer"], "completions": texts, "rewards": rewards}
     append_line(args, "samples.jsonl", step, sample)
-    if RANK == 0 and (step == 1 or step % args.eval_every == 0):
+    if RANK == 0 and (step in (1, args.num_steps) or step % args.eval_every == 0):
         tqdm.write(f"step {step}: prompt {prompt['prompt']!r}, answer {prompt['answer']!r}, rewards and completions:")
         for text, reward in zip(texts, rewards):
             tqdm.write(f"{reward:8.2f}  {text[-160:]!r}")

@@ -20,8 +20,8 @@ Departures from the paper
 - The standard deviation (with G − 1) gets 1e-4 added, and equal rewards have advantage 0. The paper mentions neither.
 - The reference stays the initial model; the paper's iterative variant replaces it between iterations.
 - The reward is a rule that checks the final answer; the paper trains a reward model.
-- With bfloat16, float32 weights get noise below bfloat16's precision, which the blocks round away. With it, small steps
-  take effect on average (see add_rounding_noise).
+- With bfloat16, the float32 weights start with random low bits. The blocks' rounding hides them at first, but they let
+  small steps change some of the rounded weights (see add_rounding_noise).
 
     python grpo.py
     python grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k:main --group-size 8
@@ -214,7 +214,7 @@ def policy_loss(
     sampler_log_ratio = torch.where(mask, old_logprobs - sampler_logprobs, 0.0)
     weight = sampler_log_ratio.exp().clamp(max=sampler_weight_cap)  # (B, T)
     token_loss = torch.where(mask, weight * token_loss, 0.0)
-    lengths = mask.sum(1).clamp(min=1)  # (B,), at least 1 for the fillers of microbatches, which have no tokens
+    lengths = mask.sum(1).clamp(min=1)  # (B,), at least 1, since microbatches may add a completion with no tokens
     loss = (token_loss.sum(1) / lengths).sum()
 
     num_tokens = mask.sum()
@@ -274,6 +274,7 @@ def main(args):
     elif args.kl_coef:
         initial = load_model(args.model, tokenizer).requires_grad_(False)
         ref = prepare_model(LogprobModel(initial), args, device)
+    # step_optimizer sets the learning rate.
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     last_step = open_run(args, policy, optimizer)
     stops = catch_signals()
@@ -299,11 +300,11 @@ def main(args):
 
         # shuffled minibatches, and log-probabilities before the update
         epochs = [torch.randperm(len(texts), device=device) for _ in range(args.update_epochs)]
-        minibatches = torch.cat(epochs).split(rank_minibatch_size)
+        minibatches = torch.cat(epochs).split(rank_minibatch_size)  # none has parts of two epochs (see check_args)
         if ref is None:  # leave out completions of advantage 0: they have no gradient
             minibatches = [indices[batch["advantages"][indices] != 0] for indices in minibatches]
         first_epoch = minibatches[: len(minibatches) // args.update_epochs]
-        # With one epoch the first minibatch needs none: accumulate_gradients takes them from its own pass.
+        # Later epochs need them for all completions. With one epoch, the first minibatch takes them from its own pass.
         needed = first_epoch
         if args.update_epochs == 1:
             needed = first_epoch[1:]
@@ -314,7 +315,7 @@ def main(args):
         # update: one optimizer step per minibatch
         collected = [rollout_metrics(batch, rewards, args.group_size)]
         for update, indices in enumerate(minibatches):
-            # completions, also those left out; FSDP's mean over ranks makes this the mean over the whole minibatch
+            # Divide by all completions of this rank's minibatch, also those left out. FSDP takes the mean over ranks.
             divisor = rank_minibatch_size
             collected += accumulate_gradients(policy, batch, indices, divisor, update == 0, args)
             optimizer_step = (step - 1) * len(minibatches) + update + 1
@@ -366,7 +367,7 @@ def parse_args():
         task_defaults = config.get("task_defaults", {})
         own_defaults = task_defaults.get(Path(__file__).name, {})  # for this script alone
         settings = task_defaults | own_defaults
-        settings = {name: value for name, value in settings.items() if name in vars(args)}
+        settings = {name: value for name, value in settings.items() if name in vars(args)}  # not those of other scripts
         if RANK == 0:
             print(f"defaults from the model's config.json (your flags replace them): {settings}")
     args = tyro.cli(Args, default=Args(**settings))
@@ -429,13 +430,13 @@ def load_splits(name, num_held_out):
     path, _, rest = name.partition(":")  # NAME, NAME:CONFIG or NAME:CONFIG:SPLIT
     config, _, split = rest.partition(":")
     train = split or "train"
-    if file_type == "csv":  # keep blanks as texts: whole numbers beside missing values would become floats
+    if file_type == "csv":  # read blanks as "": as missing values they would turn whole numbers into floats
         splits = load_dataset("csv", data_files=name, keep_default_na=False)
     elif file_type in ("json", "parquet"):
         splits = load_dataset(file_type, data_files=name)
     else:
         splits = load_dataset(path, config or None)
-    # Hold out rows of the first of these splits that is there: for train_sft, of test_sft, validation_sft or itself.
+    # Hold out rows of the test split, else of validation, else of the training split. With train_sft it is test_sft.
     candidates = [train.replace("train", kind) for kind in ("test", "validation", "train")]
     found = [candidate for candidate in candidates if candidate in splits]
     if not found or (split and split not in splits):
@@ -471,11 +472,11 @@ def read_prompts(kind, rows, held_out, args, tokenizer):
 
 
 def read_prompt(row, args, tokenizer):
-    """Return a row with its prompt, answer and prompt_ids, and ""; or None, and why the row is dropped."""
+    """Return (the row with its prompt, answer and prompt_ids, "") or (None, why the row is dropped)."""
     prompt = find_column(row, PROMPT_COLUMNS)
     answer = find_column(row, ANSWER_COLUMNS)
     if not prompt:
-        return None, f"without one of the columns {', '.join(PROMPT_COLUMNS)}"
+        return None, f"without a prompt in one of the columns {', '.join(PROMPT_COLUMNS)}"
     if answer is not None and parse_gold(answer) == "":
         return None, "without an answer"
     messages = as_messages(prompt, "user")
@@ -489,7 +490,7 @@ def read_prompt(row, args, tokenizer):
 
 
 def find_column(row, names):
-    """Return the first of these columns that a row has, as a text or messages: "" without a value, None without one."""
+    """Return the first of these columns in a row, as a text or messages: "" if it is empty, None if there is none."""
     for name in names:
         if name in row:
             value = row[name]
@@ -558,7 +559,7 @@ def extract_answer(text):
     -\boxed{\frac{1}{2}}                    ->  -\frac{1}{2}
     1 + 1 = 2 #### 2                        ->  2
     """
-    text = text.rpartition("</think>")[2].partition("<think>")[0]  # without thoughts, also one that was cut off
+    text = text.rpartition("</think>")[2].partition("<think>")[0]  # after a thought, before one that was cut off
     answer = None
     while "\\boxed" in text:
         before, _, after = text.partition("\\boxed")
@@ -628,7 +629,7 @@ def load_model(name, tokenizer):
         raise SystemExit(f"{name} is an adapter: merge it into its model first, with merge_and_unload() of peft")
     if model.num_parameters() < 10_000_000:
         torch.set_num_threads(1)  # on a CPU, more threads would mostly wait for each other
-    # nn.Embedding never trains the row padding_idx, but its token may also be the stop token.
+    # nn.Embedding gives the row padding_idx no gradient, but the padding token may also be the stop token.
     model.get_input_embeddings().padding_idx = None
     stop_ids = model.generation_config.eos_token_id
     if not isinstance(stop_ids, list):
@@ -700,8 +701,8 @@ class LoraLinear(nn.Module):
     def forward(self, inputs):
         rows = inputs.flatten(0, -2)  # (N, D)
         adapted = self.lora_b(self.lora_a(rows)) * (LoraLinear.alpha / self.lora_a.out_features)
-        # addmm adds the adapter's output to the layer's before that is rounded. In bfloat16, 1.002 + 0.003 is 1.008 if
-        # it is rounded once; but 1.002 alone is rounded to 1, and 1 + 0.003 to 1 again.
+        # addmm adds the adapter's output to the layer's before that is rounded. bfloat16 has 1, 1.008, 1.016:
+        # 1.002 + 0.003 is 1.008 if it is rounded once, but 1.002 alone is rounded to 1, and 1 + 0.003 to 1 again.
         output = torch.addmm(adapted, rows, self.weight.T)
         if self.bias is not None:
             output = output + self.bias
@@ -766,13 +767,13 @@ def add_rounding_noise(rounded):
     that start at random places in this range, a step takes some over its edge, in proportion to the step's size. Most
     checkpoints hold bfloat16 numbers, so their weights have no lower bits of their own.
     """
-    # The last bit that bfloat16 keeps is 2**16 here, and the noise is less than half of it.
+    # The last bit that bfloat16 keeps is 2**16 here, and the noise is less than half of it, also at powers of two.
     noise = torch.randint(-32767, 32768, rounded.shape, dtype=torch.int32) * (rounded != 0)
     return (rounded.float().view(torch.int32) + noise).view(torch.float32)
 
 
 class LogprobModel(nn.Module):
-    """A model whose forward is token_logprobs: FSDP gathers its weights, such as the LM head's, only for a forward."""
+    """Make token_logprobs a forward, because FSDP gathers weights, such as the LM head's, only for a forward."""
 
     def __init__(self, model):
         super().__init__()
@@ -959,7 +960,7 @@ def mix_seed(*numbers):
 
 
 def sample_completions(policy, tokenizer, prompts, temperature, args):
-    """Sample one completion per prompt; return tensors (B, ...) and texts. Adjacent equal prompts are read once."""
+    """Sample one completion per prompt; return tensors (B, ...) and texts. Adjacent equal prompts share a prefill."""
     stop_ids = policy.model.generation_config.eos_token_id
     prompt_ids, prompt_mask = pad_left(prompts, policy.model.device)  # (B, P)
     size = args.rollout_batch_size or len(prompts)
@@ -1124,7 +1125,7 @@ def compute_logprobs(policy, batch, minibatches, args):
     for indices in minibatches:
         for part in microbatches(batch, indices, args.microbatch_tokens):
             found, _ = policy(part, args.temperature)
-            logprobs[part["indices"]] += found  # a filler repeats completion 0, with zeros
+            logprobs[part["indices"]] += found  # a filler of microbatches repeats completion 0, with zeros
     return logprobs
 
 
@@ -1185,7 +1186,7 @@ def log_group(args, step, prompt, texts, rewards):
     """Log a group of completions; with the first step and each evaluation, print their ends, too."""
     sample = {"prompt": prompt["prompt"], "answer": prompt["answer"], "completions": texts, "rewards": rewards}
     append_line(args, "samples.jsonl", step, sample)
-    if RANK == 0 and (step == 1 or step % args.eval_every == 0):
+    if RANK == 0 and (step in (1, args.num_steps) or step % args.eval_every == 0):
         tqdm.write(f"step {step}: prompt {prompt['prompt']!r}, answer {prompt['answer']!r}, rewards and completions:")
         for text, reward in zip(texts, rewards):
             tqdm.write(f"{reward:8.2f}  {text[-160:]!r}")

@@ -37,8 +37,8 @@ Departures from the papers
 - Learning rates stay constant after the warm-up; those of Huang et al. fall to 0.
 - The score belongs to the last token; the code of Huang et al. puts it one position later.
 - The score of a completion without a stop token is reduced by a penalty; Huang et al. set it to -1.
-- With bfloat16, float32 weights get noise below bfloat16's precision, which the blocks round away. With it, small steps
-  take effect on average (see add_rounding_noise).
+- With bfloat16, the float32 weights start with random low bits. The blocks' rounding hides them at first, but they let
+  small steps change some of the rounded weights (see add_rounding_noise).
 
     python ppo_rlhf.py
     python ppo_rlhf.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset Anthropic/hh-rlhf --reward-model runs/.../checkpoint
@@ -484,7 +484,7 @@ def parse_args():
         task_defaults = config.get("task_defaults", {})
         own_defaults = task_defaults.get(Path(__file__).name, {})  # for this script alone
         settings = task_defaults | own_defaults
-        settings = {name: value for name, value in settings.items() if name in vars(args)}
+        settings = {name: value for name, value in settings.items() if name in vars(args)}  # not those of other scripts
         if RANK == 0:
             print(f"defaults from the model's config.json (your flags replace them): {settings}")
     args = tyro.cli(Args, default=Args(**settings))
@@ -549,13 +549,13 @@ def load_splits(name, num_held_out):
     path, _, rest = name.partition(":")  # NAME, NAME:CONFIG or NAME:CONFIG:SPLIT
     config, _, split = rest.partition(":")
     train = split or "train"
-    if file_type == "csv":  # keep blanks as texts: whole numbers beside missing values would become floats
+    if file_type == "csv":  # read blanks as "": as missing values they would turn whole numbers into floats
         splits = load_dataset("csv", data_files=name, keep_default_na=False)
     elif file_type in ("json", "parquet"):
         splits = load_dataset(file_type, data_files=name)
     else:
         splits = load_dataset(path, config or None)
-    # Hold out rows of the first of these splits that is there: for train_sft, of test_sft, validation_sft or itself.
+    # Hold out rows of the test split, else of validation, else of the training split. With train_sft it is test_sft.
     candidates = [train.replace("train", kind) for kind in ("test", "validation", "train")]
     found = [candidate for candidate in candidates if candidate in splits]
     if not found or (split and split not in splits):
@@ -591,7 +591,7 @@ def read_prompts(kind, rows, held_out, args, tokenizer):
 
 
 def read_prompt(row, args, tokenizer):
-    """Return a row with its prompt, answer and prompt_ids, and ""; or None, and why the row is dropped."""
+    """Return (the row with its prompt, answer and prompt_ids, "") or (None, why the row is dropped)."""
     prompt = find_column(row, PROMPT_COLUMNS) or pair_prompt(row, tokenizer.chat_template is not None)
     answer = find_column(row, ANSWER_COLUMNS)
     if not prompt:
@@ -609,7 +609,7 @@ def read_prompt(row, args, tokenizer):
 
 
 def find_column(row, names):
-    """Return the first of these columns that a row has, as a text or messages: "" without a value, None without one."""
+    """Return the first of these columns in a row, as a text or messages: "" if it is empty, None if there is none."""
     for name in names:
         if name in row:
             value = row[name]
@@ -698,7 +698,7 @@ def extract_answer(text):
     -\boxed{\frac{1}{2}}                    ->  -\frac{1}{2}
     1 + 1 = 2 #### 2                        ->  2
     """
-    text = text.rpartition("</think>")[2].partition("<think>")[0]  # without thoughts, also one that was cut off
+    text = text.rpartition("</think>")[2].partition("<think>")[0]  # after a thought, before one that was cut off
     answer = None
     while "\\boxed" in text:
         before, _, after = text.partition("\\boxed")
@@ -907,7 +907,7 @@ def load_model(name, tokenizer):
         raise SystemExit(f"{name} is an adapter: merge it into its model first, with merge_and_unload() of peft")
     if model.num_parameters() < 10_000_000:
         torch.set_num_threads(1)  # on a CPU, more threads would mostly wait for each other
-    # nn.Embedding never trains the row padding_idx, but its token may also be the stop token.
+    # nn.Embedding gives the row padding_idx no gradient, but the padding token may also be the stop token.
     model.get_input_embeddings().padding_idx = None
     stop_ids = model.generation_config.eos_token_id
     if not isinstance(stop_ids, list):
@@ -939,7 +939,7 @@ def load_reward_model(name, new_head=True):
         raise SystemExit(f"{name} is not a complete reward model: weights are missing, among them {min(missing)}")
     if model.num_parameters() < 10_000_000:
         torch.set_num_threads(1)  # on a CPU, more threads would mostly wait for each other
-    # nn.Embedding never trains the row padding_idx, but its token may also be the stop token.
+    # nn.Embedding gives the row padding_idx no gradient, but the padding token may also be the stop token.
     model.get_input_embeddings().padding_idx = None
     return model
 
@@ -1008,7 +1008,7 @@ def add_rounding_noise(rounded):
     that start at random places in this range, a step takes some over its edge, in proportion to the step's size. Most
     checkpoints hold bfloat16 numbers, so their weights have no lower bits of their own.
     """
-    # The last bit that bfloat16 keeps is 2**16 here, and the noise is less than half of it.
+    # The last bit that bfloat16 keeps is 2**16 here, and the noise is less than half of it, also at powers of two.
     noise = torch.randint(-32767, 32768, rounded.shape, dtype=torch.int32) * (rounded != 0)
     return (rounded.float().view(torch.int32) + noise).view(torch.float32)
 
@@ -1068,8 +1068,8 @@ class LoraLinear(nn.Module):
     def forward(self, inputs):
         rows = inputs.flatten(0, -2)  # (N, D)
         adapted = self.lora_b(self.lora_a(rows)) * (LoraLinear.alpha / self.lora_a.out_features)
-        # addmm adds the adapter's output to the layer's before that is rounded. In bfloat16, 1.002 + 0.003 is 1.008 if
-        # it is rounded once; but 1.002 alone is rounded to 1, and 1 + 0.003 to 1 again.
+        # addmm adds the adapter's output to the layer's before that is rounded. bfloat16 has 1, 1.008, 1.016:
+        # 1.002 + 0.003 is 1.008 if it is rounded once, but 1.002 alone is rounded to 1, and 1 + 0.003 to 1 again.
         output = torch.addmm(adapted, rows, self.weight.T)
         if self.bias is not None:
             output = output + self.bias
@@ -1259,7 +1259,7 @@ def pick_rows(rows, start, count, seed):
 
 
 def sample_completions(policy, tokenizer, prompts, temperature, args):
-    """Sample one completion per prompt; return tensors (B, ...) and texts. Adjacent equal prompts are read once."""
+    """Sample one completion per prompt; return tensors (B, ...) and texts. Adjacent equal prompts share a prefill."""
     stop_ids = policy.model.generation_config.eos_token_id
     prompt_ids, prompt_mask = pad_left(prompts, policy.model.device)  # (B, P)
     size = args.rollout_batch_size or len(prompts)
@@ -1505,7 +1505,7 @@ def compute_logprobs(policy, batch, minibatches, args):
     for indices in minibatches:
         for part in microbatches(batch, indices, args.microbatch_tokens):
             found, _ = policy(part, args.temperature)
-            logprobs[part["indices"]] += found  # a filler repeats completion 0, with zeros
+            logprobs[part["indices"]] += found  # a filler of microbatches repeats completion 0, with zeros
     return logprobs
 
 
@@ -1581,7 +1581,7 @@ def log_sample(args, step, prompt, text, score):
     """Log a completion; with the first step and each evaluation, print its end, too."""
     sample = {"prompt": prompt["prompt"], "answer": prompt["answer"], "completions": [text], "scores": [score]}
     append_line(args, "samples.jsonl", step, sample)
-    if RANK == 0 and (step == 1 or step % args.eval_every == 0):
+    if RANK == 0 and (step in (1, args.num_steps) or step % args.eval_every == 0):
         tqdm.write(f"step {step}: prompt {prompt['prompt']!r}, score {score:.2f}, completion {text[-160:]!r}")
 
 

@@ -16,8 +16,8 @@ Departures from the paper
 - A batch element is one pair; the paper's contains all pairs of the 4 to 9 ranked completions of a prompt.
 - Scores are not shifted to mean 0 afterwards, because the loss sees only differences. ppo_rlhf.py normalises them.
 - The learning rate falls to 0; the paper's falls to a tenth.
-- With bfloat16, float32 weights get noise below bfloat16's precision, which the blocks round away. With it, small steps
-  take effect on average (see add_rounding_noise).
+- With bfloat16, the float32 weights start with random low bits. The blocks' rounding hides them at first, but they let
+  small steps change some of the rounded weights (see add_rounding_noise).
 
     python reward_model.py
     python reward_model.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset Anthropic/hh-rlhf
@@ -197,6 +197,7 @@ def main(args):
         add_adapters(model, args.lora_rank)
         model.score.requires_grad_(True)
     policy = prepare_model(ScoreModel(model), args, device)
+    # step_optimizer sets the learning rate.
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     last_step = open_run(args, policy, optimizer)
     stops = catch_signals()
@@ -259,7 +260,7 @@ def parse_args():
         task_defaults = config.get("task_defaults", {})
         own_defaults = task_defaults.get(Path(__file__).name, {})  # for this script alone
         settings = task_defaults | own_defaults
-        settings = {name: value for name, value in settings.items() if name in vars(args)}
+        settings = {name: value for name, value in settings.items() if name in vars(args)}  # not those of other scripts
         if RANK == 0:
             print(f"defaults from the model's config.json (your flags replace them): {settings}")
     args = tyro.cli(Args, default=Args(**settings))
@@ -323,13 +324,13 @@ def load_splits(name, num_held_out):
     path, _, rest = name.partition(":")  # NAME, NAME:CONFIG or NAME:CONFIG:SPLIT
     config, _, split = rest.partition(":")
     train = split or "train"
-    if file_type == "csv":  # keep blanks as texts: whole numbers beside missing values would become floats
+    if file_type == "csv":  # read blanks as "": as missing values they would turn whole numbers into floats
         splits = load_dataset("csv", data_files=name, keep_default_na=False)
     elif file_type in ("json", "parquet"):
         splits = load_dataset(file_type, data_files=name)
     else:
         splits = load_dataset(path, config or None)
-    # Hold out rows of the first of these splits that is there: for train_sft, of test_sft, validation_sft or itself.
+    # Hold out rows of the test split, else of validation, else of the training split. With train_sft it is test_sft.
     candidates = [train.replace("train", kind) for kind in ("test", "validation", "train")]
     found = [candidate for candidate in candidates if candidate in splits]
     if not found or (split and split not in splits):
@@ -420,7 +421,7 @@ def split_pair(row, has_template):
 
 
 def find_column(row, names):
-    """Return the first of these columns that a row has, as a text or messages: "" without a value, None without one."""
+    """Return the first of these columns in a row, as a text or messages: "" if it is empty, None if there is none."""
     for name in names:
         if name in row:
             value = row[name]
@@ -511,7 +512,7 @@ def load_reward_model(name, new_head=True):
         raise SystemExit(f"{name} is not a complete reward model: weights are missing, among them {min(missing)}")
     if model.num_parameters() < 10_000_000:
         torch.set_num_threads(1)  # on a CPU, more threads would mostly wait for each other
-    # nn.Embedding never trains the row padding_idx, but its token may also be the stop token.
+    # nn.Embedding gives the row padding_idx no gradient, but the padding token may also be the stop token.
     model.get_input_embeddings().padding_idx = None
     return model
 
@@ -589,8 +590,8 @@ class LoraLinear(nn.Module):
     def forward(self, inputs):
         rows = inputs.flatten(0, -2)  # (N, D)
         adapted = self.lora_b(self.lora_a(rows)) * (LORA_ALPHA / self.lora_a.out_features)
-        # addmm adds the adapter's output to the layer's before that is rounded. In bfloat16, 1.002 + 0.003 is 1.008 if
-        # it is rounded once; but 1.002 alone is rounded to 1, and 1 + 0.003 to 1 again.
+        # addmm adds the adapter's output to the layer's before that is rounded. bfloat16 has 1, 1.008, 1.016:
+        # 1.002 + 0.003 is 1.008 if it is rounded once, but 1.002 alone is rounded to 1, and 1 + 0.003 to 1 again.
         output = torch.addmm(adapted, rows, self.weight.T)
         if self.bias is not None:
             output = output + self.bias
@@ -655,7 +656,7 @@ def add_rounding_noise(rounded):
     that start at random places in this range, a step takes some over its edge, in proportion to the step's size. Most
     checkpoints hold bfloat16 numbers, so their weights have no lower bits of their own.
     """
-    # The last bit that bfloat16 keeps is 2**16 here, and the noise is less than half of it.
+    # The last bit that bfloat16 keeps is 2**16 here, and the noise is less than half of it, also at powers of two.
     noise = torch.randint(-32767, 32768, rounded.shape, dtype=torch.int32) * (rounded != 0)
     return (rounded.float().view(torch.int32) + noise).view(torch.float32)
 

@@ -11,8 +11,8 @@ https://arxiv.org/abs/2203.02155v1
 Departures from the paper
 - No dropout. The paper uses residual dropout of 0.2.
 - The learning rate rises from 0 and then falls to 0. The paper's starts at its peak and falls to a tenth of it.
-- With bfloat16, float32 weights get noise below bfloat16's precision, which the blocks round away. With it, small steps
-  take effect on average (see add_rounding_noise).
+- With bfloat16, the float32 weights start with random low bits. The blocks' rounding hides them at first, but they let
+  small steps change some of the rounded weights (see add_rounding_noise).
 
 Without --model it trains the architecture of the bundled model, a Qwen3 of half a million parameters, from random
 weights.
@@ -242,7 +242,7 @@ def parse_args():
         task_defaults = config.get("task_defaults", {})
         own_defaults = task_defaults.get(Path(__file__).name, {})  # for this script alone
         settings = task_defaults | own_defaults
-        settings = {name: value for name, value in settings.items() if name in vars(args)}
+        settings = {name: value for name, value in settings.items() if name in vars(args)}  # not those of other scripts
         if RANK == 0:
             print(f"defaults from the model's config.json (your flags replace them): {settings}")
     args = tyro.cli(Args, default=Args(**settings))
@@ -305,13 +305,13 @@ def load_splits(name, num_held_out):
     path, _, rest = name.partition(":")  # NAME, NAME:CONFIG or NAME:CONFIG:SPLIT
     config, _, split = rest.partition(":")
     train = split or "train"
-    if file_type == "csv":  # keep blanks as texts: whole numbers beside missing values would become floats
+    if file_type == "csv":  # read blanks as "": as missing values they would turn whole numbers into floats
         splits = load_dataset("csv", data_files=name, keep_default_na=False)
     elif file_type in ("json", "parquet"):
         splits = load_dataset(file_type, data_files=name)
     else:
         splits = load_dataset(path, config or None)
-    # Hold out rows of the first of these splits that is there: for train_sft, of test_sft, validation_sft or itself.
+    # Hold out rows of the test split, else of validation, else of the training split. With train_sft it is test_sft.
     candidates = [train.replace("train", kind) for kind in ("test", "validation", "train")]
     found = [candidate for candidate in candidates if candidate in splits]
     if not found or (split and split not in splits):
@@ -378,7 +378,7 @@ def find_chat(row):
 
 
 def find_column(row, names):
-    """Return the first of these columns that a row has, as a text or messages: "" without a value, None without one."""
+    """Return the first of these columns in a row, as a text or messages: "" if it is empty, None if there is none."""
     for name in names:
         if name in row:
             value = row[name]
@@ -468,7 +468,7 @@ def load_model(name, tokenizer):
         raise SystemExit(f"{name} is an adapter: merge it into its model first, with merge_and_unload() of peft")
     if model.num_parameters() < 10_000_000:
         torch.set_num_threads(1)  # on a CPU, more threads would mostly wait for each other
-    # nn.Embedding never trains the row padding_idx, but its token may also be the stop token.
+    # nn.Embedding gives the row padding_idx no gradient, but the padding token may also be the stop token.
     model.get_input_embeddings().padding_idx = None
     stop_ids = model.generation_config.eos_token_id
     if not isinstance(stop_ids, list):
@@ -567,8 +567,8 @@ class LoraLinear(nn.Module):
     def forward(self, inputs):
         rows = inputs.flatten(0, -2)  # (N, D)
         adapted = self.lora_b(self.lora_a(rows)) * (LORA_ALPHA / self.lora_a.out_features)
-        # addmm adds the adapter's output to the layer's before that is rounded. In bfloat16, 1.002 + 0.003 is 1.008 if
-        # it is rounded once; but 1.002 alone is rounded to 1, and 1 + 0.003 to 1 again.
+        # addmm adds the adapter's output to the layer's before that is rounded. bfloat16 has 1, 1.008, 1.016:
+        # 1.002 + 0.003 is 1.008 if it is rounded once, but 1.002 alone is rounded to 1, and 1 + 0.003 to 1 again.
         output = torch.addmm(adapted, rows, self.weight.T)
         if self.bias is not None:
             output = output + self.bias
@@ -633,13 +633,13 @@ def add_rounding_noise(rounded):
     that start at random places in this range, a step takes some over its edge, in proportion to the step's size. Most
     checkpoints hold bfloat16 numbers, so their weights have no lower bits of their own.
     """
-    # The last bit that bfloat16 keeps is 2**16 here, and the noise is less than half of it.
+    # The last bit that bfloat16 keeps is 2**16 here, and the noise is less than half of it, also at powers of two.
     noise = torch.randint(-32767, 32768, rounded.shape, dtype=torch.int32) * (rounded != 0)
     return (rounded.float().view(torch.int32) + noise).view(torch.float32)
 
 
 class LogprobModel(nn.Module):
-    """A model whose forward is token_logprobs: FSDP gathers its weights, such as the LM head's, only for a forward."""
+    """Make token_logprobs a forward, because FSDP gathers weights, such as the LM head's, only for a forward."""
 
     def __init__(self, model):
         super().__init__()

@@ -10,7 +10,7 @@ from sync_copies import MARKER, ROOT
 BUDGETS = {"dr_grpo": (43, 54), "gspo": (46, 63), "dapo": (111, 71), "reinforce": (54, 112)}
 BUDGETS |= {"cispo": (39, 58), "grpo_process": (118, 30), "grpo_tools": (115, 51)}
 # PPO also has a value model and a reward model. DPO has a reference model, and the reward model returns scores.
-MORE_BUDGETS = {("grpo", "ppo_rlhf"): (250, 132), ("reward_model", "dpo"): (92, 70)}
+MORE_BUDGETS = {("grpo", "ppo_rlhf"): (250, 133), ("reward_model", "dpo"): (92, 70)}
 ALL_BUDGETS = {("grpo", script): budget for script, budget in BUDGETS.items()} | MORE_BUDGETS
 
 

@@ -38,15 +38,15 @@ def test_table_lists_every_shared_function():
 # At most: Python tokens of a script (without comments, newlines and indentation, docstrings counting as one), tokens
 # per line of code, and ternaries. Joining lines does not help against tokens.
 BUDGETS = {
-    "grpo": (8530, 10.4, 3),
+    "grpo": (8540, 10.4, 3),
     "dr_grpo": (8390, 10.4, 3),
-    "gspo": (8360, 10.4, 3),
-    "cispo": (8290, 10.4, 3),
-    "reinforce": (7960, 10.4, 3),
+    "gspo": (8370, 10.4, 3),
+    "cispo": (8300, 10.4, 3),
+    "reinforce": (7970, 10.4, 3),
     "dapo": (8850, 10.4, 3),
-    "grpo_process": (9170, 10.4, 3),
-    "grpo_tools": (9010, 10.4, 3),
-    "ppo_rlhf": (11530, 10.5, 3),
+    "grpo_process": (9180, 10.4, 3),
+    "grpo_tools": (9020, 10.4, 3),
+    "ppo_rlhf": (11540, 10.5, 3),
     "dpo": (6410, 10.5, 3),
     "reward_model": (5960, 10.5, 3),
     "sft": (6070, 10.5, 3),

@@ -190,7 +190,7 @@ def test_columns_that_are_missing_are_named(tmp_path, tokenizer, capsys):
         load(dataset, tokenizer)
     said = capsys.readouterr().out
     assert "columns ['input', 'target']" in said
-    assert "dropped: {'without one of the columns prompt, question, problem': 4}" in said
+    assert "dropped: {'without a prompt in one of the columns prompt, question, problem': 4}" in said
 
 
 # ---- rows that are left out
@@ -221,9 +221,9 @@ def test_long_prompts_are_dropped_and_counted(tmp_path, tokenizer, capsys):
 @pytest.mark.parametrize(
     "row, reason",
     [
-        ({"prompt": ""}, "without one of the columns prompt, question, problem"),
-        ({"prompt": None}, "without one of the columns prompt, question, problem"),
-        ({"prompt": [], "system": "be brief"}, "without one of the columns prompt, question, problem"),
+        ({"prompt": ""}, "without a prompt in one of the columns prompt, question, problem"),
+        ({"prompt": None}, "without a prompt in one of the columns prompt, question, problem"),
+        ({"prompt": [], "system": "be brief"}, "without a prompt in one of the columns prompt, question, problem"),
         ({"answer": " "}, "without an answer"),
         ({"answer": None}, "without an answer"),
         ({"answer": "."}, "without an answer"),
