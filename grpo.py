@@ -130,7 +130,7 @@ class Args:
     eval_every: int = 20
     """steps between evaluations"""
     eval_prompts: int = 256
-    """held-out prompts per evaluation"""
+    """held-out prompts per evaluation (-1: all)"""
     save_every: int = 20
     """steps between saves"""
     run_dir: str = ""
@@ -149,7 +149,7 @@ class Args:
 def is_right(completion, answer):
     """Return whether the final answer of a completion equals a row's answer; evaluations count this as accuracy."""
     if answer is None:
-        raise ValueError("a row has no answer (column answer, solution, ground_truth): it needs a reward of your own")
+        raise ValueError("no column answer, solution or ground_truth: rename a column, or write a reward of your own")
     given = parse_answer(extract_answer(completion) or "")
     return given != "" and given == parse_gold(answer)
 
@@ -347,8 +347,10 @@ def main(args):
 
 PROMPT_COLUMNS = ("prompt", "question", "problem")
 ANSWER_COLUMNS = ("answer", "solution", "ground_truth")
+READ_COLUMNS = (*PROMPT_COLUMNS, *ANSWER_COLUMNS, "system", "tools")
 EVAL_SAMPLES = 4  # completions per held-out prompt, for pass@1 and pass@4
 LORA_ALPHA = 32  # an adapter's output is multiplied by alpha / rank
+LINEAR_LAYERS = ("Linear", "FalconLinear")  # classes that get adapters; other subclasses, such as routers, do more
 
 # A progress bar within a step, which appears after five seconds.
 inner_bar = partial(tqdm, leave=False, delay=5, disable=RANK > 0)
@@ -356,23 +358,36 @@ inner_bar = partial(tqdm, leave=False, delay=5, disable=RANK > 0)
 
 def parse_args():
     """Read the flags; defaults are the settings of the run to resume, or those in the model's config.json."""
-    args = tyro.cli(Args)  # only for --model and --resume, which say where the defaults are
+    flags = [flag.replace("=~/", f"={Path.home()}/") for flag in sys.argv[1:]]  # shells leave the ~ of --flag=~/x
+    args = tyro.cli(Args, args=flags)  # only for --model and --resume, which say where the defaults are
     if args.resume:
-        settings = json.loads(Path(args.resume, "args.json").read_text())
+        file = Path(args.resume, "args.json")
+        if not file.exists():
+            raise SystemExit(f"--resume {args.resume}: this folder has no args.json, so it is not a run")
+        settings = json.loads(file.read_text())
+        script = Path(sys.argv[0]).name  # the started file, which may import this one
+        started = settings.pop("script", script)
+        if started != script:
+            raise SystemExit(f"--resume {args.resume}: this run was started with {started}, not with {script}")
         settings["run_dir"] = ""  # the same folder again, unless --run-dir names another
     else:
         config, _ = PreTrainedConfig.get_config_dict(args.model)
         if "quantization_config" in config:
             raise SystemExit(f"{args.model} is quantized: train the model that it was made from")
-        task_defaults = config.get("task_defaults", {})
-        own_defaults = task_defaults.get(Path(__file__).name, {})  # for this script alone
-        settings = task_defaults | own_defaults
+        settings = config.get("task_defaults", {})
+        settings |= settings.get(Path(__file__).name, {})  # for this script alone
         settings = {name: value for name, value in settings.items() if name in vars(args)}  # not those of other scripts
         if RANK == 0:
             print(f"defaults from the model's config.json (your flags replace them): {settings}")
-    args = tyro.cli(Args, default=Args(**settings))
+    args = tyro.cli(Args, args=flags, default=Args(**settings))
     if args.resume and args.lora_rank != settings["lora_rank"]:
         raise SystemExit(f"--resume {args.resume}: --lora-rank must stay {settings['lora_rank']}")
+    if args.run_dir and Path(args.run_dir).exists():
+        raise SystemExit(f"--run-dir {args.run_dir} exists: name a new folder, or give --resume {args.run_dir} alone")
+    for name in ("model", "dataset"):  # a run may be resumed in another folder
+        path = Path(getattr(args, name))
+        if path.exists():
+            setattr(args, name, os.path.abspath(path))
     return args
 
 
@@ -426,27 +441,37 @@ def load_prompts(args, tokenizer):
 
 def load_splits(name, num_held_out):
     """Load training rows, and rows to hold out, whose prompts are dropped from training when rows are read."""
-    file_type = Path(name).suffix.removeprefix(".").replace("jsonl", "json")
     path, _, rest = name.partition(":")  # NAME, NAME:CONFIG or NAME:CONFIG:SPLIT
     config, _, split = rest.partition(":")
     train = split or "train"
-    if file_type == "csv":  # read blanks as "": as missing values they would turn whole numbers into floats
-        splits = load_dataset("csv", data_files=name, keep_default_na=False)
-    elif file_type in ("json", "parquet"):
-        splits = load_dataset(file_type, data_files=name)
-    else:
-        splits = load_dataset(path, config or None)
+    file_type = Path(name.removesuffix(".gz")).suffix
+    try:
+        if file_type in (".csv", ".tsv"):
+            separator = {".csv": ",", ".tsv": "\t"}[file_type]
+            # Read blanks as "": as missing values they would turn whole numbers into floats. No column is an index.
+            splits = load_dataset("csv", data_files=name, sep=separator, keep_default_na=False, index_col=False)
+        elif file_type in (".json", ".jsonl", ".ndjson"):
+            splits = load_dataset("json", data_files=name)
+        elif file_type == ".parquet":
+            splits = load_dataset("parquet", data_files=name)
+        else:
+            splits = load_dataset(path, config or None)
+    except Exception as error:  # the cause of one of datasets' own errors says more
+        raise SystemExit(f"{name} cannot be read: {error.__cause__ or error!r}") from error
     # Hold out rows of the test split, else of validation, else of the training split. With train_sft it is test_sft.
     candidates = [train.replace("train", kind) for kind in ("test", "validation", "train")]
     found = [candidate for candidate in candidates if candidate in splits]
     if not found or (split and split not in splits):
         raise SystemExit(f"{name} has only the splits {list(splits)}: name one of them, as in NAME:CONFIG:SPLIT")
     rows = splits[found[0]]
-    num_held_out = min(num_held_out, len(rows))
+    most = len(rows)
     if found[0] == train:
-        num_held_out = min(num_held_out, len(rows) // 5)
+        most = len(rows) // 5
+    if num_held_out < 0 or num_held_out > most:
+        num_held_out = most
     if RANK == 0:
-        print(f"{name}: columns {rows.column_names}, {num_held_out} rows of the split {found[0]} are held out")
+        unread = [column for column in rows.column_names if column not in READ_COLUMNS]
+        print(f"{name}: {num_held_out} of {len(rows)} rows of split {found[0]} are held out; unread columns: {unread}")
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
     held_out = rows.select(order[:num_held_out].sort().values)
     return splits.get(train, []), held_out
@@ -458,6 +483,8 @@ def read_prompts(kind, rows, held_out, args, tokenizer):
     for number, row in enumerate(rows):
         try:
             prompt, reason = read_prompt(row, args, tokenizer)
+            if number == 0 and not reason and prompt["answer"] is None:
+                score_completions([""], [prompt])  # the default reward says here that it needs an answer
         except Exception as error:
             raise SystemExit(f"{args.dataset}, {kind} row {number}: {error!r}; the row is {row!r:.300}") from error
         if not reason and tuple(prompt["prompt_ids"]) in held_out:
@@ -496,11 +523,13 @@ def find_column(row, names):
             value = row[name]
             if value is None or value != value:  # only nan differs from itself
                 return ""
-            if isinstance(value, float):
-                return f"{Decimal(str(value)):f}"  # 0.00001, not 1e-05
-            if isinstance(value, list):
+            if isinstance(value, (str, list)):
                 return value
-            return str(value)
+            if isinstance(value, float):
+                if abs(value) >= 2**53:
+                    raise ValueError(f"{value} may have lost digits: write large numbers in quotes, in a JSON file")
+                return f"{Decimal(str(value)):f}"  # 0.00001, not 1e-05
+            return json.dumps(value)  # true, not True
     return None
 
 
@@ -631,6 +660,7 @@ def load_model(name, tokenizer):
         torch.set_num_threads(1)  # on a CPU, more threads would mostly wait for each other
     # nn.Embedding gives the row padding_idx no gradient, but the padding token may also be the stop token.
     model.get_input_embeddings().padding_idx = None
+    model.config_file, _ = PreTrainedConfig.get_config_dict(name)  # for save
     stop_ids = model.generation_config.eos_token_id
     if not isinstance(stop_ids, list):
         stop_ids = [stop_ids]
@@ -654,9 +684,18 @@ def find_turn_end(tokenizer):
 def check_model(model, args):
     """Exit if a prompt and its completion may exceed the model's context."""
     longest = args.max_prompt_length + args.max_completion_length
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", longest)
+    context = max_context(model)
     if longest > context:
         raise SystemExit(f"the maximum lengths add up to {longest} tokens, but the model's context has only {context}")
+
+
+def max_context(model):
+    """Return how many tokens a model can read, as far as its config says it."""
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":  # beyond this length, a row's results depend on the longest row beside it
+        return rope["original_max_position_embeddings"]
+    return getattr(config, "max_position_embeddings", math.inf)
 
 
 def show_first_prompt(prompt, model, tokenizer):
@@ -676,8 +715,10 @@ def add_adapters(model, rank):
     torch.manual_seed(0)  # the same adapters on every rank
     for block in find_blocks(model):
         for name, layer in list(block.named_modules()):
-            if type(layer) is nn.Linear:
+            if type(layer).__name__ in LINEAR_LAYERS:
                 block.set_submodule(name, LoraLinear(layer, rank))
+    if not any(isinstance(module, LoraLinear) for module in model.modules()):
+        raise SystemExit(f"--lora-rank: the blocks of {type(model).__name__} have none of the layers {LINEAR_LAYERS}")
 
 
 def find_blocks(model):
@@ -862,7 +903,8 @@ def open_run(args, policy, optimizer):
         kind = type(policy.model).__name__
         print(f"{args.run_dir}: {kind}, {args.precision} on {policy.model.device}, number of ranks: {WORLD_SIZE}")
         Path(args.run_dir).mkdir(parents=True, exist_ok=bool(args.resume))
-        Path(args.run_dir, "args.json").write_text(json.dumps(vars(args), indent=2))
+        settings = {"script": Path(sys.argv[0]).name} | vars(args)
+        Path(args.run_dir, "args.json").write_text(json.dumps(settings, indent=2))
         if args.track:
             wandb.init(name=args.run_dir, dir=args.run_dir, config=vars(args))
     return last_step
@@ -1202,6 +1244,10 @@ def save(run_dir, policy, optimizer, tokenizer, step):
         tied = policy.model.all_tied_weights_keys  # names of weights that are other weights, too
         weights = {name: weight.float() for name, weight in weights.items() if name not in tied}
         policy.model.save_pretrained(run_dir / "checkpoint.new", state_dict=weights)
+        # Add what transformers 5 no longer writes, such as rope_theta: programs built on transformers 4 need it.
+        config_file = run_dir / "checkpoint.new/config.json"
+        config = policy.model.config_file | json.loads(config_file.read_text())
+        config_file.write_text(json.dumps(config, indent=2))
         tokenizer.save_pretrained(run_dir / "checkpoint.new")
         shutil.rmtree(run_dir / "checkpoint", ignore_errors=True)
         (run_dir / "checkpoint.new").rename(run_dir / "checkpoint")

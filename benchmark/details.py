@@ -33,7 +33,7 @@ SUM_OF_TOKENS = "loss = torch.where(mask, weight * token_loss, 0.0).sum()"
 MEANS_OF_COMPLETIONS = "loss = (torch.where(mask, weight * token_loss, 0.0).sum(1) / mask.sum(1).clamp(min=1)).sum()"
 TOKENS = 'all_reduce(batch["completion_mask"][indices].sum().item())'
 SPLIT = "minibatches = torch.cat(epochs).split(rank_minibatch_size)"
-NO_STOP_ID = ("completion_ids[: completion_ids.index(stop_id) + 1]", "completion_ids[: completion_ids.index(stop_id)]")
+NO_STOP_ID = ("return completion_ids[: place + 1]", "return completion_ids[:place]")
 MICROBATCHES = "microbatches(batch, indices, args.microbatch_tokens)"
 MEANS_OF_MICROBATCHES = [
     (

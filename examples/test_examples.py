@@ -256,6 +256,6 @@ def test_its_task_is_its_data_and_its_instruction_unless_flags_or_a_run_say_othe
             runpy.run_path(str(ROOT / "examples" / "one_sentence.py"), run_name="__main__")
     usual, other, resumed = parsed
     assert usual.seed == 2 and Path(usual.dataset, "test.jsonl").exists()
-    assert usual.system_prompt == other.system_prompt == one_sentence.ASK and other.dataset == "sums"
+    assert usual.system_prompt == other.system_prompt == one_sentence.ASK and Path(other.dataset).name == "sums"
     assert str(one_sentence.MOST) in one_sentence.ASK and one_sentence.WORD in one_sentence.ASK
     assert (resumed.dataset, resumed.system_prompt) == ("mine", "Sing.")

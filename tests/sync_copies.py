@@ -21,18 +21,19 @@ def without(scripts, *names):
 
 # {scripts: what is identical in them}; a name comes twice where two families have each their own.
 SHARED = {
-    ALL: """RANK WORLD_SIZE inner_bar LORA_ALPHA parse_args init_ranks multiplies_bfloat16 load_splits find_column
-        as_messages without_nulls encode_prompt find_turn_end add_adapters find_blocks prepare_model use_bfloat16 add_rounding_noise
-        in_bfloat16 cast open_run load_state all_reduce catch_signals append_line mean_metrics pick_rows mix_seed
-        step_optimizer save merge_adapters end_run""",
+    ALL: """RANK WORLD_SIZE inner_bar LORA_ALPHA LINEAR_LAYERS parse_args init_ranks multiplies_bfloat16
+        load_splits find_column as_messages without_nulls encode_prompt find_turn_end max_context add_adapters
+        find_blocks prepare_model use_bfloat16 add_rounding_noise in_bfloat16 cast open_run load_state
+        all_reduce catch_signals append_line mean_metrics pick_rows mix_seed step_optimizer save merge_adapters
+        end_run""",
     LOGPROBS: "load_model token_logprobs head_logprobs",
     SAMPLED: """is_right reward_fn score_completions k3 ANSWER_COLUMNS EVAL_SAMPLES NOTATIONS NUMBER load_prompts
-        read_prompts parse_gold extract_answer read_braces parse_answer check_rewards check_model show_first_prompt
+        parse_gold extract_answer read_braces parse_answer check_rewards check_model show_first_prompt
         pad_left gathered sample_tokens are_right microbatches check_sampler""",
     without(ALL, "sft"): "PROMPT_COLUMNS",
     without(SAMPLED, "grpo_tools"): "generate sample_completions",
     without(SAMPLED, "reinforce"): "compute_logprobs",
-    ONLINE: "evaluate read_prompt rollout_metrics log_group log_step LogprobModel",
+    ONLINE: "READ_COLUMNS evaluate read_prompts read_prompt rollout_metrics log_group log_step LogprobModel",
     without(ONLINE, "reinforce"): "check_args",
     (*REFERENCED, "ppo_rlhf"): "without_adapters LoraLinear",
     without(ALL, *REFERENCED, "ppo_rlhf"): "LoraLinear",
@@ -40,7 +41,7 @@ SHARED = {
     ("sft", "dpo"): "check_model",
     ("sft", "dpo", "reward_model", "ppo_rlhf"): "encode_completion pad log_step",
     ("dpo", "reward_model", "ppo_rlhf"): "parse_dialogue",
-    PAIRS: "FILLER load_pairs read_pairs read_pair split_pair microbatches count_tokens",
+    PAIRS: "READ_COLUMNS FILLER load_pairs read_pairs read_pair split_pair microbatches count_tokens",
     ("sft", "ppo_rlhf"): "COMPLETION_COLUMNS read_chat find_chat read_turn",
     ("reward_model", "ppo_rlhf"): "load_reward_model sequence_scores hidden_states",
 }
@@ -55,12 +56,14 @@ OWN_OF = {
     "LogprobModel": {"sft", "dpo"},
     "generate": {"grpo_tools"},
     "sample_completions": {"grpo_tools"},
+    "read_prompts": {"ppo_rlhf"},
     "read_prompt": {"ppo_rlhf"},
     "rollout_metrics": {"ppo_rlhf"},
     "microbatches": {"sft"},
     "count_tokens": {"sft"},
     "FILLER": {"sft"},
     "PROMPT_COLUMNS": {"sft"},
+    "READ_COLUMNS": {"sft", "ppo_rlhf"},
 }
 
 

@@ -73,9 +73,20 @@ def test_a_run_folder_that_exists_is_left_alone(folder, content):
     (folder / "mine").mkdir()
     for name, text in content.items():
         (folder / "mine" / name).write_text(text)
-    with pytest.raises(FileExistsError, match="'mine'"):
-        grpo.main(parse(grpo, **small(grpo)))
+    with pytest.raises(SystemExit, match="^--run-dir mine exists: name a new folder, or give --resume mine alone$"):
+        parse(grpo, **small(grpo))  # before it loads anything
     assert {path.name: path.read_text() for path in (folder / "mine").iterdir()} == content
+
+
+def test_a_tilde_is_the_home_folder_and_other_paths_are_kept_whole(folder, monkeypatch):
+    """Shells expand ~ only at the beginning of a word. A run may be resumed in another folder."""
+    monkeypatch.setenv("HOME", str(folder / "home"))
+    args = parse(grpo, model=os.path.relpath(TINY), dataset="sums.jsonl", run_dir="~/runs/mine")
+    assert (args.model, args.dataset) == (str(TINY), str(folder / "sums.jsonl"))
+    assert args.run_dir == str(folder / "home/runs/mine")
+    assert parse(grpo, dataset="openai/gsm8k:main").dataset == "openai/gsm8k:main"
+    shutil.copytree(TINY, folder / "home/model")
+    assert parse(grpo, model="~/model", num_steps=3).model == str(folder / "home/model")
 
 
 def defaults_of(script):
@@ -217,7 +228,8 @@ def test_a_script_copied_elsewhere_writes_all_parts_of_its_run(copied, script):
     parts = {"args.json", "metrics.jsonl", "samples.jsonl", "eval_samples.jsonl", "checkpoint", "state"}
     assert {path.name for path in run.iterdir()} == parts
     assert [path.name for path in (run / "state").iterdir()] == ["00000001"]
-    assert json.loads((run / "args.json").read_text()) == defaults_of(script)[0] | copied_settings(script)
+    expected = defaults_of(script)[0] | copied_settings(script) | {"dataset": str(place / "sums.jsonl")}
+    assert json.loads((run / "args.json").read_text()) == {"script": f"{script.__name__}.py"} | expected
     assert [line["step"] for line in read_jsonl(run / "metrics.jsonl")] == [0, 1]
     [group] = read_jsonl(run / "samples.jsonl")  # one a step
     assert len(group["completions"]) == len(group["rewards"]) == 2

@@ -5,8 +5,10 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from datetime import datetime
 
 import datasets
+import pandas
 import pytest
 from tiny import ROOT, TEMPLATE, TINY, assistant, make_tokenizer, read_jsonl, user, word_tokenizer, write_rows
 
@@ -38,14 +40,14 @@ def prompts_of(rows):
 # ---- files and folders
 
 
-@pytest.mark.parametrize("suffix", [".json", ".jsonl", ".csv", ".parquet"])
+@pytest.mark.parametrize("suffix", [".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".jsonl.gz", ".csv.gz"])
 def test_a_file_gives_a_fifth_of_its_rows_as_held_out_at_most(tmp_path, tokenizer, suffix, capsys):
     dataset = write_rows(tmp_path / f"rows{suffix}", ROWS)
-    for eval_prompts, expected in ((0, []), (1, ["5+1="]), (9, ["2+1=", "5+1="])):
+    for eval_prompts, expected in ((0, []), (1, ["5+1="]), (9, ["2+1=", "5+1="]), (-1, ["2+1=", "5+1="])):
         train, held_out = load(dataset, tokenizer, eval_prompts=eval_prompts)
         assert prompts_of(held_out) == expected
         assert prompts_of(train) == [prompt for prompt in prompts_of(ROWS) if prompt not in expected]
-        line = f"{dataset}: columns ['prompt', 'answer'], {len(expected)} rows of the split train are held out\n"
+        line = f"{dataset}: {len(expected)} of {len(ROWS)} rows of split train are held out; unread columns: []\n"
         assert line in capsys.readouterr().out
 
 
@@ -108,18 +110,28 @@ GOOD_LINE = '{"prompt": "1+1=", "answer": "2"}\n'
 
 
 @pytest.mark.parametrize(
-    "name, text",
+    "name, text, cause",
     [
-        ("a.jsonl", ""),
-        ("a.jsonl", GOOD_LINE * 6 + '{"prompt": "1+1=", "answer": \n' + GOOD_LINE),
-        ("a.csv", "prompt,answer\n1,2\n1,2,3\n"),
-        ("a.parquet", "PAR1"),
+        ("a.jsonl", "", "StopIteration"),
+        ("a.jsonl", GOOD_LINE * 6 + '{"prompt": "1+1=", "answer": \n' + GOOD_LINE, "Expected object or value|JSON parse error"),
+        ("a.csv", "prompt,answer\n1,2\n1,2,3\n", "Expected 2 fields in line 3, saw 3"),
+        ("a.parquet", "PAR1", "Parquet"),
+        ("a.jsonl", None, "Unable to find"),
     ],
 )
-def test_a_data_set_that_is_damaged_or_empty_is_not_trained_on(tmp_path, tokenizer, name, text):
-    (tmp_path / name).write_text(text)
-    with pytest.raises((ValueError, StopIteration, datasets.exceptions.DatasetGenerationError)):
+def test_a_data_set_that_is_damaged_or_missing_is_not_trained_on(tmp_path, tokenizer, name, text, cause):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(SystemExit, match=f"^{tmp_path / name} cannot be read: .*{cause}"):
         load(tmp_path / name, tokenizer)
+
+
+def test_a_comma_at_the_end_of_each_line_shifts_no_column(tmp_path, tokenizer):
+    (tmp_path / "rows.csv").write_text("prompt,answer,source\n" + "".join(f"{i}+1=,{i + 1},book,\n" for i in range(6)))
+    with pytest.warns(pandas.errors.ParserWarning, match="Length of header"):
+        train, _ = load(tmp_path / "rows.csv", tokenizer)
+    assert [row["prompt"] for row in train] == [f"{i}+1=" for i in range(6)]
+    assert {row["source"] for row in train} == {"book"}
 
 
 # ---- columns
@@ -138,8 +150,8 @@ def test_a_prompt_has_its_answer_and_the_other_columns_of_its_row(tmp_path, toke
 
 @pytest.mark.parametrize(
     "value, text",
-    [(0.00001, "0.00001"), (1e22, "1" + "0" * 22), (3.0, "3.0"), (72, "72"), (None, ""), (float("nan"), "")]
-    + [("007", "007"), ("[1, 2]", "[1, 2]"), ([user("1")], [user("1")])],
+    [(0.00001, "0.00001"), (3.0, "3.0"), (72, "72"), (10**30, "1" + "0" * 30), (None, ""), (float("nan"), "")]
+    + [("007", "007"), ("[1, 2]", "[1, 2]"), ([user("1")], [user("1")]), (True, "true"), ({"a": None}, '{"a": null}')],
 )
 def test_a_column_is_a_text_or_messages_whatever_it_was_read_as(value, text):
     assert grpo.find_column({"other": "x", "answer": value, "solution": "y"}, ("prompt", "answer", "solution")) == text
@@ -159,7 +171,10 @@ def test_numbers_of_a_csv_keep_their_digits_beside_a_gap(tmp_path, tokenizer, ga
     [
         ({"prompt": ["a"], "answer": "2"}, "TypeError"),
         ({"prompt": [{"from": "human", "value": "1+1="}], "answer": "2"}, "KeyError.'role'"),
-        ({"prompt": "1+1=", "answer": ["2"]}, "AttributeError"),
+        ({"prompt": "1+1=", "answer": ["2"]}, "'list' object has no attribute"),
+        ({"prompt": "1+1=", "answer": datetime(2020, 1, 2)}, "datetime is not JSON serializable"),
+        ({"prompt": "1+1=", "answer": -(2.0**53)}, "may have lost digits: write large numbers in quotes"),
+        ({"prompt": "1+1=", "result": "2"}, "no column answer, solution or ground_truth: rename a column"),
         ({"prompt": "1+1=", "answer": "2", "tools": "add"}, "Tools should either be a JSON schema"),
     ],
 )
@@ -180,7 +195,7 @@ def test_what_the_model_reads_is_printed(tmp_path, tokenizer, capsys):
 
 
 def test_rows_without_answers_need_a_reward_of_ones_own():
-    with pytest.raises(ValueError, match="no answer .column answer, solution, ground_truth.: it needs a reward"):
+    with pytest.raises(ValueError, match="no column answer, solution or ground_truth: rename"):
         grpo.reward_fn("2", None)
 
 
@@ -189,7 +204,7 @@ def test_columns_that_are_missing_are_named(tmp_path, tokenizer, capsys):
     with pytest.raises(SystemExit, match="no prompt is left for training"):
         load(dataset, tokenizer)
     said = capsys.readouterr().out
-    assert "columns ['input', 'target']" in said
+    assert "unread columns: ['input', 'target']" in said
     assert "dropped: {'without a prompt in one of the columns prompt, question, problem': 4}" in said
 
 

@@ -32,7 +32,13 @@ from tiny import (
     relative_error,
     weights,
 )
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+)
 
 import dpo
 import grpo
@@ -110,6 +116,36 @@ def test_a_head_is_kept_or_new_or_missing_whatever_the_architecture_is_called(ar
     assert reward_model.load_reward_model(folder).score.weight.std().item() == pytest.approx(97**-0.5, rel=0.3)
     with pytest.raises(SystemExit, match="not a complete reward model: weights are missing, among them score.weight$"):
         ppo_rlhf.load_reward_model(folder, new_head=False)
+
+
+OF_TRANSFORMERS_4 = {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+OF_TRANSFORMERS_4["torch_dtype"] = "bfloat16"
+
+
+@pytest.mark.parametrize("script", [grpo, reward_model, sft])
+def test_a_checkpoint_has_the_names_of_settings_that_the_model_came_with(script, folder, tmp_path):
+    """Programs with transformers 4 would take the default of a name that only transformers 5 has."""
+    config = json.loads((folder / "config.json").read_text())
+    del config["rope_parameters"]
+    (folder / "config.json").write_text(json.dumps(config | OF_TRANSFORMERS_4))
+    model = folder / "config.json" if script is sft else folder
+    script.main(make_main_args(script, tmp_path, model=model, num_steps=1, run_dir=tmp_path / "run"))
+    saved = json.loads((tmp_path / "run/checkpoint/config.json").read_text())
+    assert saved | OF_TRANSFORMERS_4 == saved and saved["dtype"] == "float32"
+    rope = AutoConfig.from_pretrained(tmp_path / "run/checkpoint").rope_parameters
+    assert rope == AutoConfig.from_pretrained(folder).rope_parameters
+    assert (rope["rope_theta"], rope["rope_type"]) == (5e5, "linear")
+
+
+LONG_ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": 64, "factor": 8.0}
+LONG_ROPE |= {"short_factor": [1.0] * 4, "long_factor": [5.0] * 4}
+
+
+@pytest.mark.parametrize("script", [grpo, dpo, reward_model])
+@pytest.mark.parametrize("rope_type, context", [("longrope", 64), ("yarn", 512)])
+def test_the_context_ends_where_a_rows_results_would_depend_on_its_neighbours(script, rope_type, context):
+    config = LlamaConfig(**SIZES, max_position_embeddings=512, rope_parameters=LONG_ROPE | {"rope_type": rope_type})
+    assert script.max_context(build_model(config)) == context
 
 
 def take_other_tokenizer(folder):
@@ -283,6 +319,18 @@ def test_adapters_change_nothing_at_first_and_are_all_that_is_trained():
             assert found.lora_b.weight.shape == (layer.out_features, 3)
 
 
+def test_a_model_without_linear_layers_gets_no_adapters():
+    with pytest.raises(SystemExit, match="^--lora-rank: the blocks of GPT2LMHeadModel have none of the layers"):
+        grpo.add_adapters(build_model("gpt2"), 3)
+
+
+def test_routers_that_are_linear_layers_get_no_adapters():
+    model = build("phimoe", {})
+    grpo.add_adapters(model, 2)
+    assert {type(layer).__name__ for layer in model.modules() if hasattr(layer, "lora_a")} == {"LoraLinear"}
+    assert "PhimoeTopKRouter" in {type(layer).__name__ for layer in model.modules()}
+
+
 def test_gradients_of_adapters_are_those_of_the_weight_they_add_to():
     """With W = W_0 + s B A, dL/dB = s dL/dW A^T and dL/dA = s B^T dL/dW; s = 32 / rank."""
     model, merged = with_adapters(), build_model("llama")
@@ -337,6 +385,7 @@ def test_checkpoints_are_ordinary_folders_of_one_dtype(kind, precision, toleranc
     policy = prepare(model, precision=precision)
     before, _ = policy(batch, 0.7)
     optimizer = torch.optim.AdamW(policy.parameters(), fused=True)
+    model.config_file = {}
     grpo.save(tmp_path, policy, optimizer, tokenizer, 1)
     saved = load_file(tmp_path / "checkpoint" / "model.safetensors")
     assert saved.keys() == plain.state_dict().keys() - ({"lm_head.weight"} if kind == "tied" else set())
@@ -554,7 +603,7 @@ def test_padded_groups_that_finish_at_different_times_decode_as_they_are_trained
 
 WITHOUT_BLOCKS = {"biogpt", "ctrl"}  # they name none
 # With adapters those that have frozen weights, latent attention, dtypes or states of their own.
-ADAPTED = "afmoe deepseek_v3 gemma3n_text nemotron_h qwen3_5_text".split()
+ADAPTED = "afmoe deepseek_v3 falcon gemma3n_text nemotron_h qwen3_5_text".split()
 WITH_BLOCKS = [(name, 0) for name in SETTINGS if name not in WITHOUT_BLOCKS]
 
 

@@ -13,9 +13,10 @@ import time
 import pytest
 import torch.distributed as dist
 from processes import Forked
-from tiny import exit_line, parse, read_jsonl, write_jsonl
+from tiny import edit_json, exit_line, parse, read_jsonl, write_jsonl
 from torch.distributed.checkpoint import CheckpointException
 
+import dpo
 import grpo
 
 SMALL = {"num_steps": 2, "prompts_per_step": 2, "group_size": 2, "minibatch_size": 2, "max_completion_length": 4}
@@ -66,7 +67,6 @@ def flags_of(run, dataset):
 
 def test_a_run_without_a_folder_is_named_by_script_seed_and_time(tmp_path, sums, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["grpo.py"])
     grpo.main(parse(grpo, dataset=sums, seed=7, **SMALL | {"num_steps": 0}))
     [run] = (tmp_path / "runs").iterdir()
     name, seed, started = run.name.split("__")
@@ -148,6 +148,19 @@ def test_without_a_state_there_is_nothing_to_go_on_from(run):
     assert files_of(run) == before
 
 
+def test_a_run_goes_on_with_the_file_that_started_it(run, tmp_path, monkeypatch):
+    """A reward of one's own is in another file, and other scripts have other settings."""
+    with pytest.raises(SystemExit, match="this folder has no args.json, so it is not a run"):
+        parse(grpo, resume=run / "checkpoint")
+    monkeypatch.setattr(sys, "argv", ["/home/me/my_reward.py", f"--resume={run}"])
+    with pytest.raises(SystemExit, match="this run was started with grpo.py, not with my_reward.py"):
+        grpo.parse_args()
+    edit_json(run / "args.json", script="my_reward.py")
+    assert grpo.parse_args().resume == str(run)
+    with pytest.raises(SystemExit, match="this run was started with my_reward.py, not with dpo.py"):
+        parse(dpo, resume=run)
+
+
 def test_adapters_stay_what_they_were(run):
     before = files_of(run)
     assert "--lora-rank must stay 0" in exit_line(grpo, resume=run, num_steps=3, lora_rank=2)
@@ -161,8 +174,8 @@ def test_a_branch_leaves_the_run_alone_and_goes_on_as_it_would(run, tmp_path):
     assert files_of(run) == before
     assert steps_of(tmp_path / "branch") == [0, 1, 2, 3] and states_of(tmp_path / "branch") == ["00000003"]
     grpo.main(parse(grpo, resume=tmp_path / "branch", num_steps=4))
-    with pytest.raises(FileExistsError):
-        grpo.main(parse(grpo, resume=run, run_dir=tmp_path / "branch", num_steps=4))
+    with pytest.raises(SystemExit, match="branch exists: name a new folder"):
+        parse(grpo, resume=run, run_dir=tmp_path / "branch", num_steps=4)
     assert steps_of(tmp_path / "branch") == [0, 1, 2, 3, 4] and files_of(run) == before
 
 

@@ -19,6 +19,8 @@ import sft
 
 pytestmark = pytest.mark.usefixtures("alone")
 ROW = {"prompt": "1+2=", "completion": "3"}
+CHATML = "{% for m in messages %}{{ m.role }}|{{ m.content }}<|turn|>{% endfor %}"
+CHATML += "{% if add_generation_prompt %}assistant|{% endif %}"
 OF_ROW = [("<|user|>1+2=<|assistant|>", "3<|end|>")]
 CHAT = [user("1+1="), assistant("2"), user("2+2="), assistant("4")]
 FIRST, SECOND = "<|user|>1+1=<|assistant|>", "2<|end|><|user|>2+2=<|assistant|>"
@@ -61,6 +63,14 @@ def test_each_turn_of_the_assistant_is_trained_with_its_stop_token(tokenizer, ro
 def test_what_a_template_writes_after_the_stop_token_is_not_trained(tokenizer):
     tokenizer.chat_template = tokenizer.chat_template.replace("<|end|>", "<|end|>. ")
     assert texts_of(tokenizer, ROW) == OF_ROW
+
+
+@pytest.mark.parametrize("template", [None, CHATML])
+def test_a_text_that_has_the_end_of_text_is_trained_up_to_it(template):
+    tokenizer = make_tokenizer(["<|end|>", "<|turn|>"], template)
+    for text in ("2<|end|>", "2<|end|>3"):
+        [(example, _)] = sft.read_chat({"prompt": "1+1=", "completion": text}, tokenizer, sft.Args())
+        assert tokenizer.decode(example["completion_ids"]) == "2<|end|>"
 
 
 def test_turns_are_trained_after_what_a_template_makes_of_the_turns_before(tokenizer):

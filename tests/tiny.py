@@ -1,6 +1,7 @@
 """Small random models, batches as the rollout makes them, and calls that fit every script of the online family."""
 
 import copy
+import gzip
 import importlib.util
 import inspect
 import json
@@ -72,9 +73,8 @@ def parse(script, **settings):
             argv.append(f"--{flag}" if value else f"--no-{flag}")
         elif value is not None:
             argv.append(f"--{flag}={value}")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", argv)
-        return script.parse_args()
+    sys.argv = argv  # main, too, reads the name of the started file
+    return script.parse_args()
 
 
 def load(script, name):
@@ -282,8 +282,11 @@ def word_tokenizer(chat_template):
 def write_rows(path, rows):
     """Write rows in the format of the path's suffix."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".csv":
-        datasets.Dataset.from_list(rows).to_csv(path)
+    if path.suffix == ".gz":
+        plain = write_rows(path.with_suffix(""), rows)
+        path.write_bytes(gzip.compress(Path(plain).read_bytes()))
+    elif path.suffix in (".csv", ".tsv"):
+        datasets.Dataset.from_list(rows).to_csv(path, sep="," if path.suffix == ".csv" else "\t")
     elif path.suffix == ".parquet":
         datasets.Dataset.from_list(rows).to_parquet(path)
     elif path.suffix == ".json":

@@ -121,7 +121,7 @@ def gather(folder):
     run, root = read_run(folder), Path(__file__).resolve().parents[1]
     settings = [("script", run.script)]
     for name, value in run.args.items():
-        if name != "run_dir" and str(value) not in ("None", "False", ""):
+        if name not in ("script", "run_dir") and str(value) not in ("None", "False", ""):
             settings.append((name, str(value).removeprefix(f"{root}/")))
     panels = [(key, PANELS[key]) for key in choose_metrics({run.name: [run]})]
     rows = {name: read_rows(run.folder / f"{name}.jsonl") for name in ("metrics", "samples", "eval_samples")}

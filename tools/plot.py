@@ -45,7 +45,7 @@ PANELS = EVALUATIONS | {
     "value/explained_variance": "explained variance of the values",
     "optim/grad_norm": "gradient norm",
 }
-NOT_LEARNING = ("seed", "run_dir", "resume", "track", "eval_every", "save_every")
+NOT_LEARNING = ("script", "seed", "run_dir", "resume", "track", "eval_every", "save_every")
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # Okabe and Ito's
 
 
@@ -69,6 +69,8 @@ def read_run(folder):
         raise SystemExit(f"{folder}: " + ("not a run, it has no args.json" if folder.is_dir() else "no such folder"))
     try:
         args = json.loads((folder / "args.json").read_text())
+        name = folder.resolve().name
+        script = Path(args.get("script", name.split("__")[0])).stem
         settings = {name: value for name, value in args.items() if name not in NOT_LEARNING}
     except (ValueError, AttributeError):
         raise SystemExit(f"{folder / 'args.json'}: not a JSON object of settings") from None
@@ -79,8 +81,7 @@ def read_run(folder):
                 curves.setdefault(key, {})[row["step"]] = value
     if not curves:
         raise SystemExit(f"{folder}: no metrics yet")
-    name = folder.resolve().name
-    about = {"name": name, "script": name.split("__")[0], "settings": settings, "curves": curves}
+    about = {"name": name, "script": script, "settings": settings, "curves": curves}
     return SimpleNamespace(**about, args=args, folder=folder)
 
 
