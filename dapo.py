@@ -164,7 +164,7 @@ def is_right(completion, answer):
 
 
 def reward_fn(completion, answer):
-    """Return the reward of one completion. Both arguments are texts."""
+    """Return the reward of one completion. Both arguments are texts: an answer 148 in a file is "148"."""
     return float(is_right(completion, answer))
 
 
@@ -443,6 +443,7 @@ def init_ranks():
         dist.init_process_group(backend, timeout=timedelta(hours=2))
     elif not dist.is_initialized():
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        sys.excepthook = sys.__excepthook__  # a traceback of a single process needs no "[rank0]:" in each line
     return device
 
 
@@ -534,7 +535,8 @@ def read_prompts(kind, rows, held_out, args, tokenizer):
         else:
             prompts.append(prompt)
     if RANK == 0:
-        print(f"{len(prompts)} {kind} rows, dropped: {dict(dropped)}")
+        unknown = sum(tokenizer.unk_token_id in prompt["prompt_ids"] for prompt in prompts)
+        print(f"{len(prompts)} {kind} rows, dropped: {dict(dropped)}, prompts with unknown tokens: {unknown}")
     return prompts
 
 
@@ -1004,7 +1006,7 @@ def append_line(args, name, step, values):
 
 
 def evaluate(policy, tokenizer, prompts, args, step):
-    """Return the mean reward of greedy completions and, with answers, accuracy and pass@k; log rank 0's samples."""
+    """Return the mean reward of greedy completions and, where is_right fits, accuracy and pass@k; log samples."""
     torch.manual_seed(mix_seed(args.seed))  # the same draws in each evaluation, so that they compare
     prompts = prompts[RANK::WORLD_SIZE] or prompts[:1]  # every rank must take part, so one prompt may count twice
     _, texts = sample_completions(policy, tokenizer, prompts, 0.0, args)
@@ -1013,8 +1015,12 @@ def evaluate(policy, tokenizer, prompts, args, step):
     for prompt, text, reward in zip(prompts, texts, rewards):
         sample = {"prompt": prompt["prompt"], "answer": prompt["answer"], "completion": text, "reward": reward}
         append_line(args, "eval_samples.jsonl", step, sample)
-    if prompts[0]["answer"] is not None:
-        metrics["eval/accuracy"] = (are_right(texts, prompts).sum(), len(prompts))
+    if prompts[0]["answer"] is None:
+        return mean_metrics([metrics])
+    right = are_right(texts, prompts)
+    num_right, num_rewarded = all_reduce([right.sum().item(), sum(reward != 0 for reward in rewards)])
+    if num_right > 0 or num_rewarded == 0:  # else the reward is one of the user's own, which is_right knows nothing of
+        metrics["eval/accuracy"] = (right.sum(), len(prompts))
         repeated = [prompt for prompt in prompts for _ in range(EVAL_SAMPLES)]
         _, texts = sample_completions(policy, tokenizer, repeated, args.temperature, args)
         right = are_right(texts, repeated)
@@ -1161,11 +1167,6 @@ def check_rewards(rewards, texts):
     return [float(reward) for reward in rewards]
 
 
-def are_right(texts, prompts):
-    """Return which completions are right, (B,)."""
-    return torch.tensor([is_right(text, prompt["answer"]) for text, prompt in zip(texts, prompts)])
-
-
 def mean_metrics(collected):
     """Add each metric's (sum, count) over microbatches and ranks, and divide; skip those with count 0."""
     totals = {}
@@ -1174,6 +1175,11 @@ def mean_metrics(collected):
             totals[name] = totals.get(name, 0) + torch.tensor(pair, dtype=torch.float64)
     pairs = all_reduce([pair.tolist() for pair in totals.values()])
     return {name: total / count for name, (total, count) in zip(totals, pairs) if count > 0}
+
+
+def are_right(texts, prompts):
+    """Return which completions are right, (B,)."""
+    return torch.tensor([is_right(text, prompt["answer"]) for text, prompt in zip(texts, prompts)])
 
 
 def pick_rows(rows, start, count, seed):
@@ -1306,10 +1312,14 @@ def end_run(args, stops):
         evaluations = [row for row in map(json.loads, log) if any(name.startswith("eval/") for name in row)]
         if len(evaluations) > 1:
             for name in evaluations[0]:
-                if name.startswith("eval/"):
+                if name.startswith("eval/") and name in evaluations[-1]:
                     print(f"{name.removeprefix('eval/')} {evaluations[0][name]:.3f} -> {evaluations[-1][name]:.3f}")
         if Path(args.run_dir, "checkpoint").exists():
-            print(f"model: {args.run_dir}/checkpoint; to continue: --resume {args.run_dir} --num-steps N")
+            print(f"model: {args.run_dir}/checkpoint; tools/plot.py and tools/look.py show the run")
+            if stops:
+                print(f"to continue: --resume {args.run_dir}")
+            else:
+                print(f"to train for longer: --resume {args.run_dir} --num-steps N")
     dist.destroy_process_group()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -194,7 +194,7 @@ def is_right(completion, answer):
 
 
 def reward_fn(completion, answer):
-    """Return the reward of one completion. Both arguments are texts."""
+    """Return the reward of one completion. Both arguments are texts: an answer 148 in a file is "148"."""
     return float(is_right(completion, answer))
 
 
@@ -520,6 +520,7 @@ def init_ranks():
         dist.init_process_group(backend, timeout=timedelta(hours=2))
     elif not dist.is_initialized():
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        sys.excepthook = sys.__excepthook__  # a traceback of a single process needs no "[rank0]:" in each line
     return device
 
 
@@ -611,7 +612,8 @@ def read_prompts(kind, rows, held_out, args, tokenizer):
         else:
             prompts.append(prompt)
     if RANK == 0:
-        print(f"{len(prompts)} {kind} rows, dropped: {dict(dropped)}")
+        unknown = sum(tokenizer.unk_token_id in prompt["prompt_ids"] for prompt in prompts)
+        print(f"{len(prompts)} {kind} rows, dropped: {dict(dropped)}, prompts with unknown tokens: {unknown}")
     return prompts
 
 
@@ -973,6 +975,7 @@ def load_reward_model(name, new_head=True):
     )
     missing = set(info["missing_keys"])
     if new_head and "score.weight" in missing:
+        print(f"{name} has no head for scores yet (score.weight, which transformers calls MISSING): it gets a new one")
         missing.remove("score.weight")
         nn.init.normal_(model.score.weight, std=1 / math.sqrt(model.score.in_features + 1))
     if missing:
@@ -1671,10 +1674,14 @@ def end_run(args, stops):
         evaluations = [row for row in map(json.loads, log) if any(name.startswith("eval/") for name in row)]
         if len(evaluations) > 1:
             for name in evaluations[0]:
-                if name.startswith("eval/"):
+                if name.startswith("eval/") and name in evaluations[-1]:
                     print(f"{name.removeprefix('eval/')} {evaluations[0][name]:.3f} -> {evaluations[-1][name]:.3f}")
         if Path(args.run_dir, "checkpoint").exists():
-            print(f"model: {args.run_dir}/checkpoint; to continue: --resume {args.run_dir} --num-steps N")
+            print(f"model: {args.run_dir}/checkpoint; tools/plot.py and tools/look.py show the run")
+            if stops:
+                print(f"to continue: --resume {args.run_dir}")
+            else:
+                print(f"to train for longer: --resume {args.run_dir} --num-steps N")
     dist.destroy_process_group()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

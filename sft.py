@@ -278,6 +278,7 @@ def init_ranks():
         dist.init_process_group(backend, timeout=timedelta(hours=2))
     elif not dist.is_initialized():
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        sys.excepthook = sys.__excepthook__  # a traceback of a single process needs no "[rank0]:" in each line
     return device
 
 
@@ -368,7 +369,8 @@ def read_chats(kind, rows, held_out, args, tokenizer):
             else:
                 examples.append(example)
     if RANK == 0:
-        print(f"{len(examples)} {kind} examples of {args.dataset}, dropped: {dict(dropped)}")
+        unknown = sum(tokenizer.unk_token_id in example["prompt_ids"] for example in examples)
+        print(f"{len(examples)} {kind} examples, dropped: {dict(dropped)}, prompts with unknown tokens: {unknown}")
     return examples
 
 
@@ -912,10 +914,14 @@ def end_run(args, stops):
         evaluations = [row for row in map(json.loads, log) if any(name.startswith("eval/") for name in row)]
         if len(evaluations) > 1:
             for name in evaluations[0]:
-                if name.startswith("eval/"):
+                if name.startswith("eval/") and name in evaluations[-1]:
                     print(f"{name.removeprefix('eval/')} {evaluations[0][name]:.3f} -> {evaluations[-1][name]:.3f}")
         if Path(args.run_dir, "checkpoint").exists():
-            print(f"model: {args.run_dir}/checkpoint; to continue: --resume {args.run_dir} --num-steps N")
+            print(f"model: {args.run_dir}/checkpoint; tools/plot.py and tools/look.py show the run")
+            if stops:
+                print(f"to continue: --resume {args.run_dir}")
+            else:
+                print(f"to train for longer: --resume {args.run_dir} --num-steps N")
     dist.destroy_process_group()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -9,12 +9,15 @@ The expectations are exact sums over all completions of a tiny model in float64.
 import contextlib
 import inspect
 import json
+import os
 import re
 import statistics
 import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported, as in the scripts
 
 import torch
 

@@ -1,5 +1,6 @@
 """Tests of docs/fork.md: its diffs apply to grpo.py, its forks train, and its test fails on a wrong loss."""
 
+import ast
 import http.server
 import importlib
 import json
@@ -14,7 +15,7 @@ import urllib.error
 import pytest
 import torch
 from helpers import WITHOUT_KL, loss_and_gradient, random_inputs, tensor
-from sync_copies import MARKER
+from sync_copies import MARKER, split
 from tiny import (
     ROOT,
     add_pairs,
@@ -51,6 +52,38 @@ WRONG = {  # {mistake in the loss of my_cispo.py: (old text, new text)}
     "a mean instead of the sum": ("token_loss, 0.0).sum()", "token_loss, 0.0).mean()"),
     "padding counts": ("torch.where(mask, weight * token_loss, 0.0).sum()", "(weight * token_loss).sum()"),
 }
+
+
+ROW = r"^\| `(compute_advantages|policy_loss|token_logprobs|generate)` \| (.*) \|$"
+NEEDS = {name: re.findall("`(.*?)`", needs) for name, needs in re.findall(ROW, PAGE, re.MULTILINE)}
+
+
+def pasted(name):
+    """What a function is in an empty file, with what the page says that it needs."""
+    source = (ROOT / "grpo.py").read_text()
+    imports = dict(re.findall(r"^((?:from \S+ )?import (\S+)(?: as \S+)?)$", source, re.MULTILINE))
+    imports = {bound: line for line, bound in imports.items()}
+    text = "\n".join(imports.get(needed) or split(source)[needed] for needed in (*NEEDS[name], name))
+    used = {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
+    assert used & (imports.keys() | split(source).keys()) - {name} == {*NEEDS[name]} - {name}  # no more, and no less
+    namespace = {}
+    exec(text, namespace)
+    return namespace[name]
+
+
+def test_functions_work_where_they_are_pasted():
+    """The vocabulary is so large that log-probabilities are computed in more than one chunk."""
+    assert pasted("compute_advantages")(*TWO_GROUPS).tolist() == grpo.compute_advantages(*TWO_GROUPS).tolist()
+    model = build_model("llama", vocab_size=2**21, dtype=torch.float32)
+    prompt = torch.tensor([[3, 4], [0, 5]]), torch.tensor([[1, 1], [0, 1]])
+    torch.manual_seed(1)
+    ids, mask, sampler_logprobs = pasted("generate")(model, *prompt, 12, 1.0, [7])
+    logprobs, _ = pasted("token_logprobs")(model, *prompt, ids, mask, 1.0)
+    assert mask.sum() == 24 > 2**25 // 2**21
+    torch.testing.assert_close(logprobs, sampler_logprobs, rtol=1e-4, atol=1e-4)
+    loss, _ = pasted("policy_loss")(logprobs, logprobs, sampler_logprobs, None, torch.ones(2), mask, 0.2, 0.0, 2.0)
+    loss.backward()
+    assert loss.item() == pytest.approx(-2, rel=1e-3) and model.lm_head.weight.grad.abs().sum() > 0
 
 
 @pytest.fixture(scope="module")

@@ -194,6 +194,14 @@ def test_what_the_model_reads_is_printed(tmp_path, tokenizer, capsys):
     assert capsys.readouterr().out.splitlines() == lines
 
 
+@pytest.mark.parametrize("script", [grpo, sft, dpo])
+def test_prompts_with_letters_that_the_model_does_not_know_are_counted(script, tmp_path, tokenizer, capsys):
+    rows = [{"prompt": f"{name}{i}=", "answer": "1", "chosen": "1", "rejected": "2"} for i in range(3) for name in "1x"]
+    args = script.Args(dataset=write_rows(tmp_path / "rows.jsonl", rows), eval_prompts=0, system_prompt="")
+    {grpo: grpo.load_prompts, sft: sft.load_chats, dpo: dpo.load_pairs}[script](args, tokenizer)
+    assert "dropped: {}, prompts with unknown tokens: 3\n" in capsys.readouterr().out
+
+
 def test_rows_without_answers_need_a_reward_of_ones_own():
     with pytest.raises(ValueError, match="no column answer, solution or ground_truth: rename"):
         grpo.reward_fn("2", None)
@@ -221,7 +229,7 @@ def test_training_rows_with_a_held_out_prompt_are_dropped_and_counted(tmp_path, 
     assert len(held_out) == 2
     assert not texts[0] & texts[1]
     assert len(texts[0] | texts[1]) == 5
-    line = f"\n{len(train)} training rows, dropped: {{'with a held-out prompt': {25 - len(train)}}}\n"
+    line = f"\n{len(train)} training rows, dropped: {{'with a held-out prompt': {25 - len(train)}}}, prompts with unknown tokens: 0\n"
     assert line in capsys.readouterr().out
 
 
@@ -230,7 +238,7 @@ def test_long_prompts_are_dropped_and_counted(tmp_path, tokenizer, capsys):
     train, _ = load_rows(tmp_path, rows, tokenizer, max_prompt_length=6)
     assert prompts_of(train) == ["0+1=", "2+1=", "4+1="]
     said = capsys.readouterr().out
-    assert "\n3 training rows, dropped: {'with a too long prompt': 3}\n" in said
+    assert "\n3 training rows, dropped: {'with a too long prompt': 3}, prompts with unknown tokens: 0\n" in said
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def test_signal_finishes_the_step_saves_and_prints_how_to_resume(signum, tmp_pat
     wait_for_step(run, 1, process)
     process.send_signal(signum)
     output = finish(process, 128 + signum)  # so that a && b does not go on with b
-    assert f"--resume {run}" in output
+    assert f"to continue: --resume {run}\n" in output
     last_step = logged(run)[-1]["step"]
     assert last_step < 500
     assert states_of(run) == [f"{last_step:08d}"]

@@ -5,15 +5,17 @@ Run with: python -m pytest tests/test_runs.py
 import json
 import os
 import re
+import runpy
 import shutil
 import signal
 import sys
+import textwrap
 import time
 
 import pytest
 import torch.distributed as dist
 from processes import Forked
-from tiny import edit_json, exit_line, parse, read_jsonl, write_jsonl
+from tiny import ROOT, edit_json, exit_line, parse, read_jsonl, record, write_jsonl
 from torch.distributed.checkpoint import CheckpointException
 
 import dpo
@@ -199,6 +201,7 @@ def test_a_save_that_finds_no_room_leaves_the_last_state(tmp_path, sums, limit):
     process = Forked(FULL_DISK, ["grpo.py", *flags_of(run, sums)], LIMIT=limit)
     output, _ = process.communicate()
     assert process.returncode == 1 and "File too large" in output, output
+    assert "Traceback" in output and "[rank0]" not in output
     assert states_of(run) == ["00000001"]
     grpo.main(parse(grpo, resume=run))
     assert steps_of(run) == [0, 1, 2]
@@ -215,6 +218,35 @@ def test_evaluations_and_completions_beside_them_are_printed(run, capsys):
     group = read_jsonl(run / "samples.jsonl")[-1]
     assert f"step 4: prompt {group['prompt']!r}, answer {group['answer']!r}" in out
     assert all(repr(text) in out for text in group["completions"])
+
+
+def test_where_a_reward_of_ones_own_is_not_that_of_is_right_accuracy_is_not_computed(sums, tmp_path, monkeypatch):
+    """With the default reward it is, also if no completion is right."""
+    run = tmp_path / "run"
+    monkeypatch.setattr(grpo, "is_right", lambda completion, answer: False)
+    grpo.main(parse(grpo, dataset=sums, run_dir=run, **SMALL | {"num_steps": 1}))
+    monkeypatch.setattr(grpo, "reward_fn", lambda completion, answer: -float(len(completion)))
+    samplings = record(monkeypatch, grpo, "generate")
+    grpo.main(parse(grpo, resume=run, num_steps=2))
+    first, _, last = read_jsonl(run / "metrics.jsonl")
+    assert {"eval/reward": 0.0, "eval/accuracy": 0.0, "eval/pass@1": 0.0, "eval/pass@4": 0.0}.items() <= first.items()
+    assert {name for name in last if name.startswith("eval/")} == {"eval/reward"} and last["eval/reward"] < 0
+    assert len(samplings) == 2  # the rollout and the greedy completions
+
+
+def test_the_reward_file_of_the_readme_trains_and_can_be_imported(sums, tmp_path, monkeypatch):
+    """Tools that import each file of a folder, such as pytest, must not train."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    [code] = re.findall(r"^    import grpo\n(?:    .*\n|\n)*?    .*parse_args\(\)\)\n", readme, re.MULTILINE)
+    file, run = tmp_path / "my_reward.py", tmp_path / "run"
+    file.write_text(textwrap.dedent(code))
+    monkeypatch.setattr(grpo, "reward_fn", grpo.reward_fn)
+    monkeypatch.setattr(sys, "argv", [str(file), *flags_of(run, sums)])
+    runpy.run_path(str(file), run_name="my_reward")
+    assert not run.exists() and grpo.reward_fn.__module__ == "grpo"
+    runpy.run_path(str(file), run_name="__main__")
+    assert settings_of(run)["script"] == "my_reward.py"
+    assert grpo.reward_fn("\\boxed{2}", "2") == pytest.approx(0.5**0.009)
 
 
 def test_weights_and_biases_is_told_each_step_and_only_where_it_is_asked_for(run):

@@ -27,8 +27,8 @@ small, figcaption, i, #where { color: var(--soft); font-size: .8rem }
 figure, article, #bar > * { padding: 9px; border: 1px solid var(--rule); border-radius: .6rem; background: var(--card) }
 svg { width: 100%; height: 4.4rem; margin-top: .5rem; overflow: visible; fill: none; stroke: var(--good) }
 svg * { stroke-width: 1.7; vector-effect: non-scaling-stroke } line { stroke: var(--soft); stroke-dasharray: 2 3 }
-#step { width: 100%; margin: 0 0 1rem; accent-color: var(--good) } #bar:has(#kind:empty) { display: none }
-article { flex-wrap: nowrap; border-left: 6px solid var(--mix) } article div { flex: 1 } article small { float: right }
+#step { width: 100%; margin: 0 0 1rem; accent-color: var(--good) } #step:has(+ #bar #kind:empty), #bar:has(#kind:empty) { display: none }
+article { flex-wrap: nowrap; border-left: 6px solid var(--mix) } article div { flex: 1 } article small { float: right; margin-left: .8rem }
 article b { background: var(--mix); color: var(--card); border-radius: .35rem; padding: 0 .45rem; height: 1.45em }
 pre { font: 13px/1.6 ui-monospace, Menlo, Consolas, monospace; white-space: pre-wrap } .prompt { font-weight: 700 }
 </style>

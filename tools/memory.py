@@ -16,6 +16,7 @@ hold for models like Llama and Qwen2, and assume that all prompts and completion
 import argparse
 import importlib
 import json
+import os
 import re
 import sys
 from dataclasses import fields
@@ -23,6 +24,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported, as in the scripts
 
 import torch
 from torch import nn

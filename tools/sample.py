@@ -21,6 +21,7 @@ were cut off are left out. Use --keep right for rejection sampling, and --keep p
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -93,7 +94,8 @@ def read_settings(given):
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items() if value is not None]
     before, sys.argv = sys.argv, ["grpo.py", *flags]
     try:
-        args = grpo.parse_args()
+        with contextlib.redirect_stdout(None):  # it prints defaults, most of which are for training
+            args = grpo.parse_args()
     finally:
         sys.argv = before
     grpo.check_args(args)  # it replaces the precision "auto"

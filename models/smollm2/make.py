@@ -13,7 +13,7 @@ HERE = Path(__file__).resolve().parent
 FILE, SHA256 = "SmolLM2-135M-Instruct.Q4_1.gguf", "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 # Settings for a laptop with 8 GB of memory; see README.md.
 DEFAULTS = {"max_prompt_length": 160, "max_completion_length": 64, "prompts_per_step": 16, "minibatch_size": 64}
-DEFAULTS |= {"microbatch_tokens": 2048, "eval_prompts": 64}
+DEFAULTS |= {"microbatch_tokens": 2048, "eval_prompts": 64, "num_steps": 20, "learning_rate": 1e-5}
 
 
 def main(packages, target=HERE):
