@@ -344,7 +344,7 @@ def parse_args():
     if args.resume:
         file = Path(args.resume, "args.json")
         if not file.exists():
-            raise SystemExit(f"--resume {args.resume}: this folder has no args.json, so it is not a run")
+            raise SystemExit(f"--resume {args.resume}: this is not the folder of a run, {file} does not exist")
         settings = json.loads(file.read_text())
         script = Path(sys.argv[0]).name  # the started file, which may import this one
         started = settings.pop("script", script)
@@ -470,7 +470,7 @@ def read_prompts(kind, rows, held_out, args, tokenizer):
         except Exception as error:
             raise SystemExit(f"{args.dataset}, {kind} row {number}: {error!r}; the row is {row!r:.300}") from error
         if not reason and tuple(prompt["prompt_ids"]) in held_out:
-            reason = "with a held-out prompt"
+            reason = "held out, or with a held-out prompt"
         if reason:
             dropped[reason] += 1
         else:
@@ -495,7 +495,7 @@ def read_prompt(row, args, tokenizer):
         messages.insert(0, {"role": "system", "content": system_prompt})
     prompt_ids = encode_prompt(tokenizer, messages, without_nulls(row.get("tools")))
     if len(prompt_ids) > args.max_prompt_length:
-        return None, "with a too long prompt"
+        return None, "with a prompt longer than --max-prompt-length"
     return {**row, "prompt": prompt, "answer": answer, "prompt_ids": prompt_ids}, ""
 
 
@@ -1252,15 +1252,16 @@ def end_run(args, stops):
         log = Path(args.run_dir, "metrics.jsonl").read_text().splitlines()
         evaluations = [row for row in map(json.loads, log) if any(name.startswith("eval/") for name in row)]
         if len(evaluations) > 1:
-            for name in evaluations[0]:
-                if name.startswith("eval/") and name in evaluations[-1]:
-                    print(f"{name.removeprefix('eval/')} {evaluations[0][name]:.3f} -> {evaluations[-1][name]:.3f}")
+            for name in evaluations[-1]:
+                if name.startswith("eval/"):
+                    before = evaluations[0].get(name, math.nan)
+                    print(f"{name.removeprefix('eval/')} {before:.3f} -> {evaluations[-1][name]:.3f}")
         if Path(args.run_dir, "checkpoint").exists():
             print(f"model: {args.run_dir}/checkpoint; tools/plot.py and tools/look.py show the run")
             if stops:
-                print(f"to continue: --resume {args.run_dir}")
+                print(f"to continue: python {sys.argv[0]} --resume {args.run_dir}")
             else:
-                print(f"to train for longer: --resume {args.run_dir} --num-steps N")
+                print(f"to train for longer: python {sys.argv[0]} --resume {args.run_dir} --num-steps N")
     dist.destroy_process_group()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -9,9 +9,12 @@ ROOT = Path(__file__).resolve().parent.parent
 PATH = ROOT / "docs" / "side_by_side.md"
 HEAD = """# Side by side
 
-The tables compare all scripts. To see the lines that differ, run for example
+The tables compare all scripts. This command opens a page that shows two scripts side by side, function by function, and
+says above a function what differs in the terms of these tables:
 
-    git diff --no-index grpo.py dapo.py
+    python tools/compare.py grpo gspo
+
+![compute_advantages and policy_loss of GRPO and GSPO side by side](pictures/compare.png)
 
 What differs between two papers stands above the line `# ---- below`. Below it, the scripts that sample their own
 completions are the same, except for a few functions that `tests/sync_copies.py` lists. `python docs/side_by_side.py`

@@ -330,7 +330,8 @@ def test_without_namespaces_it_is_refused_in_one_line(reason, tmp_path):
 
 
 SAID = "in all of these many different words there are ten of them"
-LEFT_OUT = "with a too long prompt", "without a prompt in one of the columns prompt, question, problem", ""
+LEFT_OUT = ["with a prompt longer than --max-prompt-length", ""]
+LEFT_OUT.insert(1, "without a prompt in one of the columns prompt, question, problem")
 
 
 @pytest.mark.parametrize("prompt, reason", zip(("1+1=1+1=1+1=1+1=", "", "1+1="), LEFT_OUT))

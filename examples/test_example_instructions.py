@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 
 import pytest
+from processes import run_file
 from tiny import ROOT, load_module, read_jsonl
 
 instructions = load_module(ROOT / "examples" / "instructions.py")
@@ -90,13 +91,10 @@ def test_the_present_rule_closes_the_holes_of_the_first_one():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["grpo", "gspo"])
-def test_a_run_counts_constraints(script, tmp_path):
+def test_a_run_counts_constraints(tmp_path):
     """With a bundled model, which can only add: the reward is 0 or 1, and accuracy counts the same."""
     flags = "--prompts-per-step 2 --num-steps 1 --eval-prompts 4 --minibatch-size 16 --max-prompt-length 200".split()
-    command = [sys.executable, ROOT / "examples" / "instructions.py", script, *flags, "--run-dir", tmp_path / "run"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_file(ROOT / "examples" / "instructions.py", "gspo", *flags, "--run-dir", tmp_path / "run")
     lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert lines[-1]["eval/accuracy"] == lines[-1]["eval/reward"]
     for row in read_jsonl(tmp_path / "run" / "eval_samples.jsonl"):

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from processes import run_file
 from tiny import ROOT, TINY, read_jsonl
 
 import grpo
@@ -206,11 +207,9 @@ def test_the_reward_is_the_weighted_sum_of_accuracy_and_format(capsys):
 
 def test_its_runs_log_accuracy_by_the_rule_and_go_on():
     """The script takes the flags of grpo.py."""
-    program, flags = str(ROOT / "examples" / "format_reward.py"), "--dataset sums --eval-prompts 4 --num-steps 1"
+    flags = "--dataset sums --eval-prompts 4 --num-steps 1"
     for words in (f"{flags} {GRPO} --run-dir runs/a", "--resume runs/a --num-steps 2"):
-        done = subprocess.run([sys.executable, program, *words.split()], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert "of 4 completions\n" in done.stdout
+        assert "of 4 completions\n" in run_file(ROOT / "examples" / "format_reward.py", *words.split())
     assert len(logged("a")) == 3
     samples = read_jsonl("runs/a/eval_samples.jsonl")
     for line in logged("a")[::2]:

@@ -33,7 +33,7 @@ def build(folder):
     torch_folder = Path(importlib.util.find_spec("torch").origin).parent
     include, lib = torch_folder / "include", torch_folder / "lib"
     source, path = Path(__file__).with_suffix(".cpp"), Path(folder, "fake_cuda.so")
-    command = f"g++ -std=c++20 -O1 -w -shared -fPIC -I{include} -I{include}/torch/csrc/api/include {source}"
+    command = f"g++ -std=c++20 -O0 -w -shared -fPIC -I{include} -I{include}/torch/csrc/api/include {source}"
     command += f" -L{lib} -Wl,-rpath,{lib} -ltorch -ltorch_cpu -lc10 -o {path}"
     done = subprocess.run(command.split(), capture_output=True, text=True)
     if done.returncode:

@@ -84,6 +84,13 @@ def run_on_ranks(file, *argv, **environment):
     assert ranks.returncode == 0, f"{[rank.returncode for rank in ranks.forked]} {output[-4000:]}"
 
 
+def run_file(file, *argv, given="", expected=0):
+    """Run a file of the repository as the command line does, with this standard input; return what it printed."""
+    code = f"import io, runpy, sys; sys.stdin = io.StringIO({given!r})\nsys.path.insert(0, {str(file.parent)!r})\n"
+    code += f"runpy.run_path({str(file)!r}, run_name='__main__')"
+    return finish(Forked(code, [file, *argv]), expected)
+
+
 def execute(code, argv, environment, folder, log):
     """What the process does."""
     with open(log, "ab") as file:

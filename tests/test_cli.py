@@ -224,7 +224,7 @@ def test_help_works_on_an_ascii_console_and_writes_nothing(copied, script):
 def test_a_script_copied_elsewhere_writes_all_parts_of_its_run(copied, script):
     place = copied[1] / "run" / script.__name__
     run = place / "mine"
-    assert "to train for longer: --resume mine --num-steps N\n" in copied[0][place]
+    assert f"to train for longer: python {script.__name__}.py --resume mine --num-steps N\n" in copied[0][place]
     parts = {"args.json", "metrics.jsonl", "samples.jsonl", "eval_samples.jsonl", "checkpoint", "state"}
     assert {path.name for path in run.iterdir()} == parts
     assert [path.name for path in (run / "state").iterdir()] == ["00000001"]

@@ -38,18 +38,18 @@ def test_table_lists_every_shared_function():
 # At most: Python tokens of a script (without comments, newlines and indentation, docstrings counting as one), tokens
 # per line of code, and ternaries. Joining lines does not help against tokens.
 BUDGETS = {
-    "grpo": (9040, 10.4, 3),
+    "grpo": (9050, 10.4, 3),
     "dr_grpo": (8900, 10.4, 3),
-    "gspo": (8870, 10.4, 3),
-    "cispo": (8800, 10.4, 3),
-    "reinforce": (8470, 10.4, 3),
-    "dapo": (9350, 10.4, 3),
-    "grpo_process": (9680, 10.4, 3),
-    "grpo_tools": (9520, 10.4, 3),
-    "ppo_rlhf": (12010, 10.5, 3),
-    "dpo": (6850, 10.5, 3),
-    "reward_model": (6410, 10.5, 3),
-    "sft": (6530, 10.5, 3),
+    "gspo": (8880, 10.4, 3),
+    "cispo": (8810, 10.4, 3),
+    "reinforce": (8480, 10.4, 3),
+    "dapo": (9360, 10.4, 3),
+    "grpo_process": (9690, 10.4, 3),
+    "grpo_tools": (9530, 10.4, 3),
+    "ppo_rlhf": (12020, 10.5, 3),
+    "dpo": (6860, 10.5, 3),
+    "reward_model": (6420, 10.5, 3),
+    "sft": (6540, 10.5, 3),
 }
 FUNCTION, MAIN = 50, 90
 LONGER = {("grpo_tools", "generate"): 68}  # lines at most

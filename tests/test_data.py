@@ -7,7 +7,6 @@ import sys
 from collections import Counter
 from datetime import datetime
 
-import datasets
 import pandas
 import pytest
 from tiny import ROOT, TEMPLATE, TINY, assistant, make_tokenizer, read_jsonl, user, word_tokenizer, write_rows
@@ -113,7 +112,7 @@ GOOD_LINE = '{"prompt": "1+1=", "answer": "2"}\n'
     "name, text, cause",
     [
         ("a.jsonl", "", "StopIteration"),
-        ("a.jsonl", GOOD_LINE * 6 + '{"prompt": "1+1=", "answer": \n' + GOOD_LINE, "Expected object or value|JSON parse error"),
+        ("a.jsonl", GOOD_LINE * 6 + '{"prompt": "1+1=", "answer": \n' + GOOD_LINE, "JSON parse error|Expected object"),
         ("a.csv", "prompt,answer\n1,2\n1,2,3\n", "Expected 2 fields in line 3, saw 3"),
         ("a.parquet", "PAR1", "Parquet"),
         ("a.jsonl", None, "Unable to find"),
@@ -229,8 +228,8 @@ def test_training_rows_with_a_held_out_prompt_are_dropped_and_counted(tmp_path, 
     assert len(held_out) == 2
     assert not texts[0] & texts[1]
     assert len(texts[0] | texts[1]) == 5
-    line = f"\n{len(train)} training rows, dropped: {{'with a held-out prompt': {25 - len(train)}}}, prompts with unknown tokens: 0\n"
-    assert line in capsys.readouterr().out
+    line = f"\n{len(train)} training rows, dropped: {{'held out, or with a held-out prompt': {25 - len(train)}}}, "
+    assert line + "prompts with unknown tokens: 0\n" in capsys.readouterr().out
 
 
 def test_long_prompts_are_dropped_and_counted(tmp_path, tokenizer, capsys):
@@ -238,7 +237,7 @@ def test_long_prompts_are_dropped_and_counted(tmp_path, tokenizer, capsys):
     train, _ = load_rows(tmp_path, rows, tokenizer, max_prompt_length=6)
     assert prompts_of(train) == ["0+1=", "2+1=", "4+1="]
     said = capsys.readouterr().out
-    assert "\n3 training rows, dropped: {'with a too long prompt': 3}, prompts with unknown tokens: 0\n" in said
+    assert "\n3 training rows, dropped: {'with a prompt longer than --max-prompt-length': 3}, " in said
 
 
 @pytest.mark.parametrize(
@@ -436,10 +435,10 @@ def test_only_the_prompt_begins_with_a_bos_token(tmp_path):
         ({"prompt": ""}, WITHOUT_COLUMNS),
         ({"prompt": None, **CHATS, "rejected": ANSWERS["rejected"]}, WITHOUT_COLUMNS),
         ({"prompt": "1+2="}, ""),  # 6 tokens
-        ({"prompt": "1+22="}, "with a too long prompt"),
+        ({"prompt": "1+22="}, "with a prompt longer than --max-prompt-length"),
         ({"chosen": "1" * 7}, ""),  # 8 tokens with the stop token
-        ({"chosen": "1" * 8}, "with a too long completion"),
-        ({"rejected": "1" * 8}, "with a too long completion"),
+        ({"chosen": "1" * 8}, "with a completion longer than --max-completion-length"),
+        ({"rejected": "1" * 8}, "with a completion longer than --max-completion-length"),
     ],
 )
 def test_why_a_pair_is_left_out(tokenizer, row, reason):

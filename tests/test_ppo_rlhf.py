@@ -321,12 +321,15 @@ TURNS = {"prompt": "1+2=", "completion": "3"}
 OF_TURNS = ("<|user|>1+2=<|assistant|>", "3<|end|>")
 
 
+LONGER = "longer than --max-completion-length"
+
+
 @pytest.mark.parametrize(
     "rows, parts, dropped",
     [
         ([{"text": "12+34=46"}, {"text": "1+"}], [("1", "2+34=4"), ("1", "+")], {}),
         ([{"text": ""}, {"text": "7"}, {"text": "1+"}], [("1", "+")], {"without a text": 2}),
-        ([TURNS, TURNS | {"completion": "1" * 6}], [OF_TURNS], {"with a too long completion": 1}),
+        ([TURNS, TURNS | {"completion": "1" * 6}], [OF_TURNS], {f"with a completion {LONGER}": 1}),
     ],
 )
 def test_rows_with_text_or_as_in_sft(tmp_path, capsys, tokenizer, rows, parts, dropped):

@@ -150,9 +150,9 @@ def test_without_a_state_there_is_nothing_to_go_on_from(run):
     assert files_of(run) == before
 
 
-def test_a_run_goes_on_with_the_file_that_started_it(run, tmp_path, monkeypatch):
+def test_a_run_goes_on_with_the_file_that_started_it(run, monkeypatch):
     """A reward of one's own is in another file, and other scripts have other settings."""
-    with pytest.raises(SystemExit, match="this folder has no args.json, so it is not a run"):
+    with pytest.raises(SystemExit, match="this is not the folder of a run, .*args.json does not exist"):
         parse(grpo, resume=run / "checkpoint")
     monkeypatch.setattr(sys, "argv", ["/home/me/my_reward.py", f"--resume={run}"])
     with pytest.raises(SystemExit, match="this run was started with grpo.py, not with my_reward.py"):
@@ -220,18 +220,24 @@ def test_evaluations_and_completions_beside_them_are_printed(run, capsys):
     assert all(repr(text) in out for text in group["completions"])
 
 
-def test_where_a_reward_of_ones_own_is_not_that_of_is_right_accuracy_is_not_computed(sums, tmp_path, monkeypatch):
+def test_accuracy_is_not_computed_where_the_reward_is_another(sums, tmp_path, monkeypatch, capsys):
     """With the default reward it is, also if no completion is right."""
     run = tmp_path / "run"
-    monkeypatch.setattr(grpo, "is_right", lambda completion, answer: False)
+    monkeypatch.setattr(grpo, "is_right", lambda *_: False)
     grpo.main(parse(grpo, dataset=sums, run_dir=run, **SMALL | {"num_steps": 1}))
-    monkeypatch.setattr(grpo, "reward_fn", lambda completion, answer: -float(len(completion)))
+    monkeypatch.setattr(grpo, "reward_fn", lambda completion, _: -float(len(completion)))
     samplings = record(monkeypatch, grpo, "generate")
     grpo.main(parse(grpo, resume=run, num_steps=2))
     first, _, last = read_jsonl(run / "metrics.jsonl")
     assert {"eval/reward": 0.0, "eval/accuracy": 0.0, "eval/pass@1": 0.0, "eval/pass@4": 0.0}.items() <= first.items()
     assert {name for name in last if name.startswith("eval/")} == {"eval/reward"} and last["eval/reward"] < 0
     assert len(samplings) == 2  # the rollout and the greedy completions
+    assert "reward 0.000 -> -" in capsys.readouterr().out
+    monkeypatch.setattr(grpo, "is_right", lambda *_: True)
+    edit_lines = (run / "metrics.jsonl").read_text().replace('"eval/accuracy": 0.0, ', "")
+    (run / "metrics.jsonl").write_text(edit_lines)
+    grpo.main(parse(grpo, resume=run, num_steps=3))
+    assert "accuracy nan -> 1.000\n" in capsys.readouterr().out
 
 
 def test_the_reward_file_of_the_readme_trains_and_can_be_imported(sums, tmp_path, monkeypatch):

@@ -34,7 +34,7 @@ def evaluate(monkeypatch, tmp_path):
     """Calls a script's evaluate with the rewards above, on every rank; returns its metrics and what each sampled."""
 
     def call(script, prompts=PROMPTS, world_size=1, **settings):
-        sampled, sums = [], []
+        sampled, sums = [], {}
 
         def sample_completions(_policy, _tokenizer, prompts, temperature, _args):
             sampled.append((prompts, temperature))
@@ -46,8 +46,9 @@ def evaluate(monkeypatch, tmp_path):
             return batch, list(map(boxed, values))
 
         def all_reduce(values):
-            sums.append(torch.tensor(values))
-            return sum(sums).tolist()
+            values = torch.tensor(values)
+            sums[values.shape] = sums.get(values.shape, 0) + values
+            return sums[values.shape].tolist()
 
         monkeypatch.setattr(script, "sample_completions", sample_completions)
         monkeypatch.setattr(script, "score_completions", reward)

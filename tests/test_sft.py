@@ -106,8 +106,8 @@ NO_COMPLETION, NO_USER = "without a prompt and a completion", "that begin with t
         ({"messages": [assistant("2"), user("1+1="), assistant("2")]}, NO_USER),
         ({"messages": []}, NO_COMPLETION),
         (ROW | {"prompt": None}, NO_COMPLETION),
-        (ROW | {"prompt": "1+" * 600}, "with a too long prompt"),
-        (ROW | {"completion": "1+" * 600}, "with a too long completion"),
+        (ROW | {"prompt": "1+" * 600}, "with a prompt longer than --max-prompt-length"),
+        (ROW | {"completion": "1+" * 600}, "with a completion longer than --max-completion-length"),
     ],
 )
 def test_a_row_without_a_turn_to_train_says_why(tokenizer, row, reason):

@@ -20,16 +20,16 @@ PAGE = r"""<!doctype html>
   --card: light-dark(#fff, #1d1f23); --soft: light-dark(#6b6d73, #9a9ca3); --rule: light-dark(#e3e3df, #303238) }
 body { margin: 1.4rem; background: light-dark(#f6f6f4, #141518); font: 15px/1.45 system-ui; overflow-wrap: anywhere }
 h1, figure b { font-size: 1.3rem } h1, figure, pre { margin: 0 } i { font-style: normal } #bar * { font: inherit }
-small, figcaption, i, #where { color: var(--soft); font-size: .8rem }
+small, figcaption, i, #where { color: var(--soft); font-size: .8rem } article div { flex: 1 }
 #settings, #bar, article { display: flex; flex-wrap: wrap; gap: .1rem 1.1rem } #settings b { font-size: .8rem }
 #curves, #list { display: grid; gap: .6rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, var(--w)), 1fr)) }
 #curves { --w: 14.5rem; margin: 1rem 0 } #list { --w: 27rem } #bar { gap: .6rem } #query { flex: 1 1 13rem }
 figure, article, #bar > * { padding: 9px; border: 1px solid var(--rule); border-radius: .6rem; background: var(--card) }
 svg { width: 100%; height: 4.4rem; margin-top: .5rem; overflow: visible; fill: none; stroke: var(--good) }
 svg * { stroke-width: 1.7; vector-effect: non-scaling-stroke } line { stroke: var(--soft); stroke-dasharray: 2 3 }
-#step { width: 100%; margin: 0 0 1rem; accent-color: var(--good) } #step:has(+ #bar #kind:empty), #bar:has(#kind:empty) { display: none }
-article { flex-wrap: nowrap; border-left: 6px solid var(--mix) } article div { flex: 1 } article small { float: right; margin-left: .8rem }
-article b { background: var(--mix); color: var(--card); border-radius: .35rem; padding: 0 .45rem; height: 1.45em }
+#step { width: 100%; margin: 0 0 1rem; accent-color: var(--good) } article small { float: right; margin-left: .8rem }
+:has(#kind:empty) > :is(#step, #bar) { display: none } article { flex-wrap: nowrap; border-left: 6px solid var(--mix) }
+article b { background: var(--mix); color: var(--card); border-radius: .35rem; padding: 0 .45rem; height: 1.5rem }
 pre { font: 13px/1.6 ui-monospace, Menlo, Consolas, monospace; white-space: pre-wrap } .prompt { font-weight: 700 }
 </style>
 <h1></h1>

@@ -45,7 +45,7 @@ PANELS = EVALUATIONS | {
     "value/explained_variance": "explained variance of the values",
     "optim/grad_norm": "gradient norm",
 }
-NOT_LEARNING = ("script", "seed", "run_dir", "resume", "track", "eval_every", "save_every")
+NOT_LEARNING = ("seed", "run_dir", "resume", "track", "eval_every", "save_every")
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # Okabe and Ito's
 
 
