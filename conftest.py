@@ -56,6 +56,8 @@ def processor(monkeypatch):
     import torch
 
     monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    yield
+    torch.set_float32_matmul_precision("highest")  # use_bfloat16 sets it for the whole process
 
 
 @pytest.fixture

@@ -46,6 +46,7 @@ def sum_over_ranks(metrics):
 
 
 def run(script, dtype, live_rows, precision, lora_rank):
+    torch.set_float32_matmul_precision("highest")  # use_bfloat16 of another case has set it for the whole process
     args = make_args(script, microbatch_tokens=24, precision=precision)
     model = build_model("llama", dtype=dtype)
     if lora_rank:
