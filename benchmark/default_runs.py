@@ -13,9 +13,11 @@ step.
 """
 
 import csv
+import json
 import os
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean, median
@@ -29,8 +31,10 @@ FOLDER = Path("runs", "defaults")
 SCRIPTS = ("reinforce", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "grpo_process", "grpo_tools")
 SCRIPTS += ("ppo_rlhf", "dpo", "reward_model", "sft")
 EVAL_EVERY = {"dapo": 2, "ppo_rlhf": 5, "reward_model": 16, "sft": 100}
-FAMILY = ("reinforce", "grpo", "dr_grpo", "dapo", "gspo", "cispo")
-FAMILY_METRICS = "eval/accuracy eval/pass@1 reward/mean rollout/length_mean policy/entropy policy/approx_kl".split()
+# In a script's picture, the first six of these that it has.
+DRAWN = "eval/score eval/accuracy eval/pass@1 eval/pair_accuracy eval/pair_loss eval/loss reward/mean".split()
+DRAWN += "rollout/length_mean policy/entropy policy/ref_kl rollout/ref_kl_sum eval/pair_chosen_log_ratio".split()
+DRAWN += ["eval/pair_rejected_log_ratio"]
 EVALUATED = {  # on held-out rows
     "eval/accuracy": "greedy accuracy",
     "eval/pass@1": "pass@1",
@@ -41,22 +45,17 @@ EVALUATED = {  # on held-out rows
     "eval/pair_rejected_log_ratio": "log-probability of the rejected completions relative to the reference, nats",
     "eval/loss": "loss, nats per token",
 }
-SAMPLED = {  # on the completions of each step
-    "rollout/length_mean": "tokens of a completion",
-    "policy/entropy": "entropy, nats per token",
-    "policy/clip_fraction_low": "share of tokens whose ratio is clipped from below",
-    "policy/clip_fraction_high": "share of tokens whose ratio is clipped from above",
-    "policy/cap_fraction": "share of tokens whose ratio is capped",
-    "policy/ref_kl": "KL to the reference, nats per token",
+SAMPLED = {  # on the completions of each step; the pictures show more
     "rollout/ref_kl_sum": "KL to the reference, nats per completion",
     "rollout/tool_use": "share of completions that call the tool",
     "rollout/tool_tokens": "tokens of a completion that the tool wrote",
     "value/explained_variance": "explained variance of the value model",
 }
-DIGITS = {"rollout/length_mean": 1, "rollout/tool_tokens": 1}  # after the point, if not 3
-DIGITS |= {"policy/clip_fraction_low": 4, "policy/clip_fraction_high": 4}
+DIGITS = {"rollout/tool_tokens": 1}  # after the point, if not 3
 # What the pages name outside of the tables, and loss/kl, which is in the csv but no longer logged.
 OTHERS = ["reward/mean", "reward/zero_std", "loss/policy", "loss/kl"]
+OTHERS += ["rollout/length_mean", "policy/entropy", "policy/ref_kl"]
+OTHERS += ["policy/clip_fraction_low", "policy/clip_fraction_high", "policy/cap_fraction"]
 OTHERS += ["optim/grad_norm", "optim/value_grad_norm", "rollout/truncated", "rollout/rounds", "rollout/steps"]
 OTHERS += ["perf/step_seconds"]
 
@@ -133,45 +132,57 @@ def spread(values, digits=3):
     return f"{mean(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
+def cost_of(rows, script):
+    """Return the mean minutes of a script's runs, and their highest memory in GiB."""
+    last = [row for row in rows if row["script"] == script and "minutes" in row]
+    return [f"{mean(row['minutes'] for row in last):.1f}", f"{max(row['gib'] for row in last):.2f}"]
+
+
 def table_of_all(rows):
-    """Return the table of docs/results.md: what each script's evaluations say before and after training."""
+    """Return the table of docs/results.md: accuracy and pass@1 after training, and what the runs cost."""
     lines = []
     for script in SCRIPTS:
-        for metric in EVALUATED:
+        if has(rows, script, "eval/accuracy"):
+            after = [before_and_after(rows, script, metric)[1] for metric in ("eval/accuracy", "eval/pass@1")]
+            lines.append([f"`{script}.py`", *map(spread, after), *cost_of(rows, script)])
+    return table(["script", "greedy accuracy", "pass@1", "minutes", "GiB"], lines)
+
+
+def table_of_own(rows):
+    """Return the table of docs/results.md with the metrics that single scripts have."""
+    lines = []
+    for script in ("ppo_rlhf", "dpo", "reward_model", "sft"):
+        for metric in ("eval/score", "eval/pair_accuracy", "eval/loss"):
             if has(rows, script, metric):
                 before, after = before_and_after(rows, script, metric)
-                lines.append([f"`{script}.py`", f"`{metric}`", f"{mean(before):.3f}", spread(after), len(after)])
-    return table(["script", "metric", "before", "after: mean (lowest to highest)", "seeds"], lines)
-
-
-def table_of_costs(rows):
-    """Return the table of docs/results.md that says how long the runs took, and their memory."""
-    lines = []
-    for script in SCRIPTS:
-        last = [row for row in rows if row["script"] == script and "minutes" in row]
-        minutes, gib = ([row[name] for row in last] for name in ("minutes", "gib"))
-        lines.append([f"`{script}.py`", spread(minutes, 1), f"{max(gib):.2f}"])
-    return table(["script", "minutes: mean (lowest to highest)", "GiB, highest"], lines)
+                cost = cost_of(rows, script) if script in ("reward_model", "sft") else ["", ""]  # else above
+                lines.append([f"`{script}.py`", f"`{metric}`", f"{mean(before):.3f}", spread(after), *cost])
+    return table(["script", "metric", "before", "after", "minutes", "GiB"], lines)
 
 
 def table_of(rows, script):
     """Return the table of a script's page."""
-    lines = []
-    for metric, title in (EVALUATED | SAMPLED).items():
-        if has(rows, script, metric):
-            before, after = before_and_after(rows, script, metric)
-            digits = DIGITS.get(metric, 3)
-            lines.append([title, f"{mean(before):.{digits}f}", spread(after, digits)])
+
+    def lines_of(metrics):
+        for metric, title in metrics.items():
+            if has(rows, script, metric):
+                before, after = before_and_after(rows, script, metric)
+                digits = DIGITS.get(metric, 3)
+                yield [title, f"{mean(before):.{digits}f}", spread(after, digits)]
+
+    lines = [*lines_of(EVALUATED)]
     if has(rows, script, "eval/accuracy") and script != "dpo":
         lowest = [min(values_of(rows, script, seed, "eval/accuracy")) for seed in seeds_of(script)]
         good = [row for row in rows if row["script"] == script and row.get("eval/accuracy", 0) >= 0.9]
         first = [min(row["step"] for row in good if row["seed"] == seed) for seed in seeds_of(script)]
         lines.append(["lowest greedy accuracy on the way", "", spread(lowest)])
-        lines.append(["first evaluated step with greedy accuracy of at least 0.9", "", spread(first, 0)])
+        lines.append(["first evaluated step with accuracy of at least 0.9", "", spread(first, 0)])
     if script == "sft":
         for step in (500, 1000):
             values = [row["eval/loss"] for row in rows if (row["script"], row["step"]) == ("sft", step)]
             lines.append([f"loss after {step:,} steps, nats per token", "", spread(values)])
+    if sampled := [*lines_of(SAMPLED)]:
+        lines += [["*medians of training steps:*", "*steps 1 to 5*", "*last five steps*"], *sampled]
     number = {3: "three", 5: "five"}[len(seeds_of(script))]
     return table(["", "before", f"after: mean of {number} seeds (lowest to highest)"], lines)
 
@@ -188,7 +199,7 @@ def fill(page, name, text):
 def filled_pages(rows):
     """Return {path: the page with its tables}."""
     results = fill(PAGE.read_text(encoding="utf-8"), "default runs", table_of_all(rows))
-    pages = {PAGE: fill(results, "cost of default runs", table_of_costs(rows))}
+    pages = {PAGE: fill(results, "metrics of single scripts", table_of_own(rows))}
     for script in SCRIPTS:
         path = ROOT / "docs" / f"{script}.md"
         pages[path] = fill(path.read_text(encoding="utf-8"), "default run", table_of(rows, script))
@@ -196,15 +207,20 @@ def filled_pages(rows):
 
 
 def draw(scripts):
-    """Draw the pictures whose runs are in runs/defaults."""
-    for name, shown in ({script: [script] for script in scripts} | {"family": FAMILY}).items():
-        runs = [FOLDER / f"{script}__{seed}" for script in shown for seed in seeds_of(script)]
-        if not all(run.exists() for run in runs):
-            print(f"docs/pictures/{name}.png is left as it is: not all of its runs are in {FOLDER}")
-            continue
-        metrics = ["--metrics", *FAMILY_METRICS] if name == "family" else []
-        command = ["tools/plot.py", *map(str, runs), "--out", f"docs/pictures/{name}.png", *metrics]
-        subprocess.run([sys.executable, *command], check=True)
+    """Draw each script's picture from the csv: the mean over its seeds, and a band from the lowest to the highest."""
+    rows = read_rows()
+    with tempfile.TemporaryDirectory() as folder:
+        for script in scripts:
+            runs = [Path(folder, f"{script}__{seed}") for seed in seeds_of(script)]
+            for seed, run in zip(seeds_of(script), runs):
+                run.mkdir()
+                (run / "args.json").write_text(json.dumps({"seed": seed}))
+                own = [row for row in rows if (row["script"], row["seed"]) == (script, seed)]
+                (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
+            found = [name for name in DRAWN if any(name in row for row in rows if row["script"] == script)][:6]
+            title = f"python {script}.py\nlines: mean of {len(runs)} seeds; bands: lowest to highest"
+            command = ["tools/plot.py", *map(str, runs), "--out", f"docs/pictures/{script}.png", "--title", title]
+            subprocess.run([sys.executable, *command, "--metrics", *found], check=True, stdout=subprocess.DEVNULL)
 
 
 def make(scripts):

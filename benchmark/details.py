@@ -339,6 +339,9 @@ DETAILS["grpo_process"] = {
         ],
     ),
 }
+# The scripts whose pages have the table; those of the others name single numbers.
+WITH_TABLE = ("grpo_process", "grpo_tools", "ppo_rlhf", "dpo", "reward_model", "sft")
+HIDDEN = {"greedy accuracy halfway", "truncated"}  # columns that are only in the csv
 FLAGS = dict.fromkeys(DETAILS, "--eval-every 4 --eval-prompts 128")
 FLAGS |= {"dpo": "", "reward_model": "", "sft": "--num-steps 600"}
 
@@ -527,24 +530,30 @@ def read_results(path):
 
 
 def render(results):
-    """Return the page: a table per script with means over seeds."""
-    page = (
-        f"`python benchmark/details.py`, one thread, {platform.machine()}: means over the seeds in the second column.\n"
-    )
-    page += "`benchmark/README.md` explains the columns, and `benchmark/details.py` has the edits.\n"
+    """Return the page: a table per script with means over seeds, without the columns that its own page has."""
+    page = "# Details of the scripts, changed one at a time\n\n"
+    page += f"`python benchmark/details.py`, one thread, {platform.machine()}: means over the seeds of the heading.\n"
+    page += "`benchmark/README.md` explains the columns, and `benchmark/details.py` has the edits. Some runs are of\n"
+    page += "earlier versions of the scripts. `details.csv` has all columns, also those of the tables on the pages of\n"
+    page += ", ".join(f"`{name}.py`" for name in WITH_TABLE) + ".\n"
     for script, details in DETAILS.items():
+        hidden = HIDDEN
+        if script in WITH_TABLE:
+            hidden = {*HIDDEN, "length", "gradient norm", *OTHERS_ON_PAGES.get(script, ON_PAGES)}
         rows = []
         for detail in details:
-            seeds = sorted(seed for found, name, seed in results if (found, name) == (script, detail))
-            runs = [results[script, detail, seed] for seed in seeds]
+            seeds = " ".join(str(seed) for found, name, seed in sorted(results) if (found, name) == (script, detail))
+            runs = [results[script, detail, int(seed)] for seed in seeds.split()]
             if runs:
-                cells = [mean([numbers.get(name) for numbers in runs]) for name in runs[0]]
-                rows.append([detail, " ".join(map(str, seeds)), *cells])
-                names = list(runs[0])
-        if rows:
-            page += f"\n## {script}.py {FLAGS[script]}".rstrip() + "\n\n"
-            page += f"| | seeds | {' | '.join(names)} |\n|{'---|' * (len(names) + 2)}\n"
-            page += "".join(f"| {' | '.join(row)} |\n" for row in rows)
+                names = [name for name in runs[0] if name not in hidden]
+                rows.append((detail, seeds, [mean([numbers.get(name) for numbers in runs]) for name in names]))
+        if rows and names:
+            usual = rows[0][1]
+            page += f"\n## {script}.py, seed{'s' * (' ' in usual)} {usual}\n\n"
+            page += f"| | {' | '.join(names)} |\n|{'---|' * (len(names) + 1)}\n"
+            for detail, seeds, cells in rows:
+                other = f" (seeds {seeds})" * (seeds != usual)
+                page += f"| {detail}{other} | {' | '.join(cells)} |\n"
     return page
 
 
@@ -590,7 +599,7 @@ def main():
     args = parser.parse_args()
     if args.page:
         results = read_results(RESULTS / "details.csv")
-        for script in DETAILS:
+        for script in WITH_TABLE:
             path = ROOT / "docs" / f"{script}.md"
             path.write_text(fill(path.read_text(encoding="utf-8"), results), encoding="utf-8")
         return

@@ -44,15 +44,14 @@ RUNS = {  # {fork: {row of its table: run}}; the name after a bar is a fork, not
         "`my_simpo.py --beta 10 --gamma 3`": f"dpo --beta 10 --gamma 3 {ON_EASY_TASK} | simpo",
     },
 }
+FORK_OF = {"opd": "cispo"}  # the other forks are those of their runs' script; this one runs in place of grpo.py
 ACCURACY = {"greedy accuracy": ("accuracy", 40, 40)}
 SAMPLED = ACCURACY | {"pass@1": ("pass@1", 40, 40), "pass@4": ("pass@4", 40, 40)}
 PAIRS = ACCURACY | {"log-ratio of the chosen": ("chosen", 36, 40), "of the rejected": ("rejected", 36, 40)}
 COLUMNS = {  # {fork: {title: (column of claims.py, first step, last step)}}
     "maxrl": {"reward, steps 31 to 40": ("reward", 31, 40), "groups all wrong": ("all_wrong", 31, 40)} | SAMPLED,
-    "dppo": {f"reward, steps {a} to {b}": ("reward", a, b) for a, b in ((6, 10), (16, 20), (31, 40))}
-    | ACCURACY
-    | {"tokens clipped": ("clipped", 31, 40)},
-    "opd": {f"reward, steps {a} to {b}": ("reward", a, b) for a, b in ((1, 5), (6, 10), (16, 20), (31, 40))} | SAMPLED,
+    "dppo": {f"reward, steps {a} to {b}": ("reward", a, b) for a, b in ((6, 10), (16, 20), (31, 40))} | ACCURACY,
+    "opd": {f"reward, steps {a} to {b}": ("reward", a, b) for a, b in ((6, 10), (31, 40))} | ACCURACY,
     "ipo": PAIRS,
     "simpo": PAIRS,
 }
@@ -65,12 +64,13 @@ def diff_of(name):
 
 
 def forked(name):
-    """Return the text of the script that is forked, before and after the diff."""
+    """Return the text of the script of a fork's runs, and the fork that replaces it."""
     script = next(iter(RUNS[name].values())).split()[0]
     source = (ROOT / f"{script}.py").read_text(encoding="utf-8")
+    forked_source = (ROOT / f"{FORK_OF.get(name, script)}.py").read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, f"my_{name}.py")
-        file.write_text(source, encoding="utf-8")
+        file.write_text(forked_source, encoding="utf-8")
         subprocess.run(["git", "apply", "-p0"], cwd=folder, input=diff_of(name).encode(), check=True)
         return source, file.read_text(encoding="utf-8")
 

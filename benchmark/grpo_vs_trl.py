@@ -3,7 +3,6 @@
     pip install -r benchmark/requirements.txt
     python benchmark/grpo_vs_trl.py
     python benchmark/grpo_vs_trl.py --size real --out benchmark/results/grpo_vs_trl_real.json
-    python benchmark/grpo_vs_trl.py --size curves --out benchmark/results/grpo_vs_trl_curves.json
     python benchmark/grpo_vs_trl.py --size learning --out benchmark/results/grpo_vs_trl_learning.json
 
 The program prints a line per process and a table. It writes every step to benchmark/results/grpo_vs_trl.json, or to the
@@ -18,11 +17,10 @@ step is one rollout with its two optimizer steps. The first step of a process is
     step      rollout + update, up to the end of the last optimizer step, without logging and saving
     peak      largest resident memory of the whole process, up to the end of its last step
 
-"real" and "curves" start from a model of 135 million parameters that was trained on the format of its answers. The
-first command that `python benchmark/real_model.py --runs sft --seeds 1 --show` prints makes this model. "real" measures
-it in float32 and in bfloat16. "curves" trains both sides for 20 steps and draws docs/pictures/grpo_vs_trl.png. It runs
-both seeds of a side at the same time, each with half of the threads. "learning" trains the bundled model for 20 steps
-with five seeds and evaluates the result of both sides on the held-out prompts.
+"real" measures a model of 135 million parameters that was trained on the format of its answers, in float32 and in
+bfloat16. The first command that `python benchmark/real_model.py --runs sft --seeds 1 --show` prints makes this model.
+"learning" trains the bundled model for 20 steps with five seeds and evaluates the result of both sides on the held-out
+prompts.
 """
 
 import contextlib
@@ -37,7 +35,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -92,7 +89,6 @@ REAL = {
 }
 SIZES |= {"real float32": REAL, "real bfloat16": REAL | {"precision": "bfloat16"}}
 SIZES |= {"learning": SIZES["bundled"] | {"repeats": 5, "steps": 19, "eval_prompts": 512}}
-SIZES |= {"curves": REAL | {"precision": "bfloat16", "repeats": 2, "steps": 19}}
 CHOICES = {"both": ["bundled", "large"], "real": ["real float32", "real bfloat16"]}
 CLIP_EPS, KL_COEF, MAX_GRAD_NORM = 0.2, 0.04, 1.0
 VOCAB_SIZE, STOP_RATE = 32_000, 1 / 40  # of the large model
@@ -100,16 +96,16 @@ VOCAB_SIZE, STOP_RATE = 32_000, 1 / 40  # of the large model
 
 @dataclass
 class Args:
-    size: Literal["bundled", "large", "both", "real", "curves", "learning"] = "both"
-    """bundled, learning: models/tiny; large: random, 58 M parameters; both: both; real, curves: trained, 135 M"""
+    size: Literal["bundled", "large", "both", "real", "learning"] = "both"
+    """bundled, learning: models/tiny; large: random, 58 M parameters; both: both; real: trained, 135 M"""
     repeats: int | None = None
-    """processes per side (bundled, real: 3; large, learning: 5; curves: 2)"""
+    """processes per side (bundled, real: 3; large, learning: 5)"""
     steps: int | None = None
-    """timed steps per process (bundled: 10; large: 1; real: 2; curves, learning: 19)"""
+    """timed steps per process (bundled: 10; large: 1; real: 2; learning: 19)"""
     threads: int = os.cpu_count()
     """threads of each side"""
     trl_batch_size: int | None = None
-    """TRL's per_device_train_batch_size (bundled, learning: 64; large: 8; real, curves: 16)"""
+    """TRL's per_device_train_batch_size (bundled, learning: 64; large: 8; real: 16)"""
     out: str = str(ROOT / "benchmark" / "results" / "grpo_vs_trl.json")
     """file for the results"""
 
@@ -409,22 +405,6 @@ def run_side(size, settings, repeat, side, folder, threads):
     return {"side": side, "seed": repeat + 1, **start_child(job, threads)}
 
 
-def draw(runs):
-    """Draw the mean reward of each step and the two before it, by side and seed."""
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 4))
-    for run in runs:
-        rewards = [step["reward_mean"] for step in run["steps"]]
-        smooth = [statistics.mean(rewards[max(0, i - 2) : i + 1]) for i in range(len(rewards))]
-        name, color = {"ours": ("grpo.py", "tab:blue"), "trl": ("TRL", "tab:orange")}[run["side"]]
-        style = "-" if run["seed"] == 1 else "--"
-        axes.plot(range(1, len(smooth) + 1), smooth, style, color=color, label=f"{name}, seed {run['seed']}")
-    axes.set(xlabel="step of 64 completions", ylabel="reward, mean of three steps")
-    axes.legend()
-    figure.savefig(ROOT / "docs" / "pictures" / "grpo_vs_trl.png", dpi=120, bbox_inches="tight")
-
-
 def summarize(settings, runs):
     """Return medians over the timed steps of all processes of a side, and the ratio of ours to TRL's."""
     completions = settings["prompts_per_step"] * settings["group_size"]
@@ -491,26 +471,16 @@ def main(args):
             for side in ("ours", "trl")
             if repeat < settings[size]["repeats"]
         ]
-        together = 2 if sizes == ["curves"] else 1
-        if together == 2:  # both seeds of a side, which take equally long
-            jobs.sort(key=lambda job: job[2])
-
-        def start(job):
-            size, repeat, side = job
-            return run_side(size, settings[size], repeat, side, folder, args.threads // together)
-
-        with ThreadPoolExecutor(together) as pool:
-            for (size, repeat, side), found in zip(jobs, pool.map(start, jobs)):
-                runs.setdefault(size, []).append(found)
-                median = statistics.median(step["rollout"] + step["update"] for step in found["steps"][1:])
-                line = f"{size}, run {repeat + 1}, {side:4} {median:7.2f} s per step, peak {found['peak_gib']:.2f} GiB"
-                print(line, flush=True)
-                if {run["side"] for run in runs[size]} == {"ours", "trl"}:
-                    result = {"settings": settings[size], "summary": summarize(settings[size], runs[size])}
-                    report["results"][size] = result | {"runs": runs[size]}
-                    out.write_text(json.dumps(report, indent=1) + "\n")
-    if "curves" in runs:
-        draw(runs["curves"])
+        for size, repeat, side in jobs:
+            found = run_side(size, settings[size], repeat, side, folder, args.threads)
+            runs.setdefault(size, []).append(found)
+            median = statistics.median(step["rollout"] + step["update"] for step in found["steps"][1:])
+            line = f"{size}, run {repeat + 1}, {side:4} {median:7.2f} s per step, peak {found['peak_gib']:.2f} GiB"
+            print(line, flush=True)
+            if {run["side"] for run in runs[size]} == {"ours", "trl"}:
+                result = {"settings": settings[size], "summary": summarize(settings[size], runs[size])}
+                report["results"][size] = result | {"runs": runs[size]}
+                out.write_text(json.dumps(report, indent=1) + "\n")
     print(f"\n{table(report['results'])}")
 
 

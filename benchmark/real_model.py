@@ -28,6 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from statistics import mean
@@ -48,7 +49,8 @@ from examples.instructions import words_of  # noqa: E402
 
 FOLDER, RESULTS = Path("runs", "real_model"), ROOT / "benchmark" / "results"
 RESULT, SAMPLES = RESULTS / "real_model.csv", RESULTS / "real_model_samples.jsonl"
-PAGES, PICTURES = [ROOT / "README.md", ROOT / "docs" / "real_model.md"], ROOT / "docs" / "pictures"
+PAGES = [ROOT / "docs" / "real_model.md", RESULTS / "real_model.md"]
+PICTURES = ROOT / "docs" / "pictures"
 MODEL, MAWPS, SVAMP, MANNERS = "models/smollm2", "data/word_problems/mawps", "data/word_problems/svamp", "data/manners"
 BOXED = r"Reason step by step, and put your final answer within \boxed{}."
 WORDS = "--max-completion-length 48 --eval-prompts 0"
@@ -417,6 +419,29 @@ def words_table(rows):
     return table(["", *head, "seeds", "minutes", "GiB"], lines)
 
 
+def short_words_table(rows):
+    """The table of the page: the main rows of words_table, and the lowest and highest mean of six other scripts."""
+    columns = [(data, metric) for data in ON_WORDS for metric in ("eval/accuracy", "eval/pass@1")]
+
+    def found(name, suffix=""):
+        own = [row for row in rows if row["run"] == name]
+        return [[row[m] for row in own if row.get("look") == data + suffix and m in row] for data, m in columns]
+
+    lines = []
+    for name in ("sft", "sft, calculator", "grpo", "others", "grpo_svamp", "grpo_tools", "grpo_tools_both"):
+        name, mark, suffix = name.partition(", ")
+        if name == "others":
+            others = [other for other in ON_MAWPS if other != "grpo"]
+            means = zip(*([mean(values) for values in found(other)] for other in others))
+            minutes = max((cost(rows, other)[1] for other in others), key=float)
+            title = f"{len(others)} other scripts: lowest to highest mean"
+            lines.append([title, *(f"{min(values):.3f} to {max(values):.3f}" for values in means), minutes])
+            continue
+        values = map(over_seeds, found(name, mark + suffix))
+        lines.append([title_of(name) + mark + suffix, *values, cost(rows, name)[1]])
+    return table(["", *(f"{data} {METRICS[metric]}" for data, metric in columns), "minutes"], lines)
+
+
 def samples_table(rows):
     """pass@k before and after grpo.py."""
     names = {"sft": "after `sft.py`", "grpo": "after `grpo.py`"}
@@ -430,12 +455,14 @@ def samples_table(rows):
     return table(["", *(f"pass@{k}" for k in ks)], lines)
 
 
-def evaluations_table(rows):
-    """What the evaluations of a run itself say, first and last."""
+def evaluations_table(rows, metrics=None):
+    """What the evaluations of a run itself say, first and last; metrics: {run: names}, by default all."""
     lines = []
-    for name in ("sft", "reward_model", "dpo", "ppo_rlhf", "one_sentence"):
+    for name in metrics or ("sft", "reward_model", "dpo", "ppo_rlhf", "one_sentence"):
         own = [row for row in rows if row["run"] == name and "look" not in row]
         for metric in dict.fromkeys(key for row in own for key in row if key.startswith("eval/")):
+            if metrics and metric[5:] not in metrics[name]:
+                continue
             by_seed = {}
             for row in own:
                 if metric in row:
@@ -443,29 +470,13 @@ def evaluations_table(rows):
             first, last = zip(*((values[0], values[-1]) for values in by_seed.values()))
             if {*first, *last} == {0}:
                 continue  # of ppo_rlhf.py, which has the reward model's score in its place
-            lines.append([f"`{name}.py`", metric[5:], over_seeds(last, first), *cost(rows, name)])
-    return table(["script", "metric on held-out data", "before -> after", "seeds", "minutes", "GiB"], lines)
+            lines.append([f"`{name}.py`", metric[5:], over_seeds(last, first), *cost(rows, name)[1:]])
+    return table(["script", "metric on held-out data", "before -> after", "minutes", "GiB"], lines)
 
 
 def parts_of(name):
     """Return the third arguments of command_of for all commands of a run."""
     return [*(["data"] if RUNS[name].sampled else []), "", *RUNS[name].looks]
-
-
-def commands(_):
-    """Return the commands of the first seed of each run, without evaluations of checkpoints."""
-    lines = [f"    export ASK={shlex.quote(BOXED)}"]
-    parts = [(name, part) for name in RUNS for part in parts_of(name) if part in ("data", "")]
-    for name, part in parts:
-        command = shlex.join(command_of(name, RUNS[name].seeds[0], part)).replace(shlex.quote(BOXED), '"$ASK"')
-        first, *flags = command.split(" --")
-        lines.append(f"    {first}")
-        for flag in flags:
-            if len(lines[-1]) + len(flag) > 110:
-                lines[-1] += " \\"
-                lines.append("       ")
-            lines[-1] += f" --{flag}"
-    return "\n".join(lines)
 
 
 def completions(_):
@@ -538,17 +549,16 @@ def accuracy_by_kind(rows):
 
 
 def kinds_table(rows):
-    """Return the table of greedy accuracy by kind of constraint, with a row per kind."""
-    accuracies = accuracy_by_kind(rows)
-    lines = [[kind, *(found[kind] for found in accuracies.values())] for kind in accuracies["before"]]
-    return table(["constraint", *accuracies], lines)
-
-
-def short_kinds_table(rows):
-    """Return the table of README.md: greedy accuracy before and after grpo.py, with a column per kind."""
-    accuracies = accuracy_by_kind(rows)
-    lines = [["before", *accuracies["before"].values()], ["after", *accuracies["`grpo.py`, step 20"].values()]]
-    return table(["", *accuracies["before"]], lines)
+    """Return the table of greedy accuracy by kind of constraint: a row per kind, with every seed of grpo.py."""
+    accuracies, kinds = accuracy_by_kind(rows), np.array([*held_out().values()])
+    evaluated = instructions_by_step(rows)["`grpo.py`, step 20"]
+    rights = rights_of(evaluated)
+    by_seed = {KINDS[kind]: [f"{value:.2f}" for value in rights[:, kinds == kind].mean(1)] for kind in KINDS}
+    by_seed["all"] = [f"{value:.3f}" for value in rights.mean(1)]
+    seeds = [f"seed {row['seed']:.0f}" for row in evaluated]
+    before, after, tuned = accuracies.values()
+    lines = [[kind, before[kind], after[kind], *by_seed[kind], tuned[kind]] for kind in before]
+    return table(["constraint", *list(accuracies)[:2], *seeds, list(accuracies)[2]], lines)
 
 
 def errors_table(rows):
@@ -563,14 +573,14 @@ def errors_table(rows):
     return table(["", "rise of greedy accuracy", "standard error, instructions", "standard error, seeds"], lines)
 
 
-def replies(_):
-    """Greedy completions before and after, seed 1: the first held-out instruction of each kind of constraint."""
+def replies(_, kinds=None):
+    """Greedy completions before and after, seed 1: the first held-out instruction of each kind, or of these kinds."""
     found = {}
     for row in read_jsonl(SAMPLES):
         if row["run"] == "instructions" and row["seed"] == 1:
             found.setdefault(row["prompt"], []).append((row["completion"], row["reward"]))
     lines = []
-    for prompt in held_out():
+    for prompt in (prompt for prompt, kind in held_out().items() if not kinds or kind in kinds):
         for (before, reward_before), (after, reward_after) in [found[prompt]] if prompt in found else []:
             texts = (" ".join(text.replace("|", "\\|").split()) for text in (prompt, before, after))
             lines.append([*texts, f"{reward_before:g} → {reward_after:g}"])
@@ -587,14 +597,13 @@ KINDS = {
     "no commas": "no commas",
     "begin": "begin with a word (not trained)",
 }
-TABLES = {
-    "instructions": instructions_table,
-    "kinds": kinds_table,
-    "kinds in a row": short_kinds_table,
-    "errors": errors_table,
-}
+TABLES = {"instructions": instructions_table, "kinds": kinds_table, "errors": errors_table}
 TABLES |= {"others": others_table, "replies": replies, "words": words_table, "samples": samples_table}
-TABLES |= {"evaluations": evaluations_table, "commands": commands, "completions": completions}
+TABLES |= {"evaluations": evaluations_table, "completions": completions}
+TABLES |= {"words in short": short_words_table, "some replies": partial(replies, kinds=("at most", "quotes"))}
+MAIN = {"reward_model": ["pair_accuracy"], "dpo": ["pair_accuracy", "pair_chosen_log_ratio", "pair_rejected_log_ratio"]}
+MAIN |= {"ppo_rlhf": ["score"], "one_sentence": ["reward"]}
+TABLES |= {"main evaluations": partial(evaluations_table, metrics=MAIN)}
 
 
 def write_page(page, rows):
@@ -609,19 +618,20 @@ def write_page(page, rows):
 ON_MAWPS = ("reinforce", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "grpo_process")
 PANELS = {
     "MAWPS": ON_MAWPS,
-    "grpo.py, by learning rate (else 1e-5)": ("grpo_1e-6", "grpo_3e-6", "grpo", "grpo_3e-5", "grpo_float32"),
+    "grpo.py, seed 1, by learning rate (else 1e-5)": ("grpo_1e-6", "grpo_3e-6", "grpo", "grpo_3e-5", "grpo_float32"),
     "other problems, other rewards": ("grpo_svamp", "grpo_tools", "grpo_tools_both", "one_sentence"),
 }
 
 
 def draw(rows):
-    """The reward of each step and the four around it, a mean over seeds."""
+    """Draw the reward of each step and the four around it: a mean over the seeds that all runs of a panel have."""
     figure, panels = plt.subplots(1, len(PANELS), figsize=(5 * len(PANELS), 4.5))
     for axes, (title, names) in zip(panels, PANELS.items()):
+        seeds = set.intersection(*({*RUNS[name].seeds} for name in names))
         for name in names:
             found = {}
             for row in rows:
-                if row["run"] == name and "look" not in row and "reward/mean" in row:
+                if row["run"] == name and row["seed"] in seeds and "look" not in row and "reward/mean" in row:
                     found.setdefault(row["step"], []).append(row["reward/mean"])
                     size = row["rollout/completions"]  # of dapo.py with those that it discards
             smooth = [mean(value for other in found if abs(other - at) <= 2 for value in found[other]) for at in found]
@@ -647,12 +657,14 @@ def draw_instructions(rows):
     if tuned:
         accuracy = mean(row["eval/accuracy"] for row in tuned)
         left.axhline(accuracy, color="gray", linestyle="--", label="sft.py on its own right samples, greedy")
-    left.set(title="held-out instructions followed", xlabel="step of 128 completions", xticks=steps, ylim=(0, 1))
+    left.set(title="held-out instructions followed: mean and range of 3 seeds", xlabel="step of 128 completions")
+    left.set(ylabel="share of 200 instructions", xticks=steps, ylim=(0, 1))
     left.legend(fontsize="small")
     for script, found in trained_on_instructions(rows).items():
         smooth = [mean(reward for _, reward in found[max(0, i - 1) : i + 2]) for i in range(len(found))]
         right.plot([completions for completions, _ in found], smooth, label=script)
-    right.set(title="reward in training, seed 1, mean of three steps", xlabel="completions", ylim=(0, 1))
+    right.set(title="reward in training: one run each", xlabel="completions", ylim=(0, 1))
+    right.set_ylabel("mean reward of three steps")
     right.legend(fontsize="small")
     figure.savefig(PICTURES / "instructions.png", dpi=110, bbox_inches="tight")
     plt.close(figure)

@@ -2,12 +2,12 @@
 
     python benchmark/threads.py          (10 to 20 minutes)
 
-The program writes benchmark/results/threads.json and prints the table of docs/results.md.
+The program prints its measurements and writes them to benchmark/results/threads.json.
 
-torch's threads wait for each other by spinning before they sleep. They spin for 300,000 turns unless libgomp's
-GOMP_SPINCOUNT is set. Each row of the table runs grpo.py beside other processes. Each column uses another way of
-waiting, which all processes of the row share. For a model this small, grpo.py takes a single thread. Here it takes as
-many as torch takes by itself.
+torch's threads wait for each other several times in every operation. They spin before they sleep, for 300,000 turns
+unless libgomp's GOMP_SPINCOUNT is set. If the awaited thread is not running, because the machine has other work, a step
+takes many times as long. The program runs grpo.py beside several loads, with several ways of waiting, which all
+processes share. For a model this small, grpo.py takes a single thread. Here it takes as many as torch takes by itself.
 
 A number is the median of perf/step_seconds, without the first two steps. A run ends after 12 steps or 75 seconds.
 """
@@ -98,16 +98,6 @@ def main():
             print(load, wait, rows[load][wait], flush=True)
     machine = {"processors": os.cpu_count(), "machine": platform.machine()}
     RESULTS.write_text(json.dumps({"machine": machine, "seconds": rows}, indent=1) + "\n")
-    print(table(rows))
-
-
-def table(rows):
-    """Return the markdown table of docs/results.md."""
-    lines = [f"| step of `grpo.py`, seconds | {' | '.join(WAITS)} |", "|---" * (len(WAITS) + 1) + "|"]
-    for load, row in rows.items():
-        cells = [f"over {SECONDS}" if cell["median"] is None else f"{cell['median']:.2f}" for cell in row.values()]
-        lines.append(f"| {load} | {' | '.join(cells)} |")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """Tests that the links, commands, flags, functions and metrics on the pages exist, and that pages have one order."""
 
+import csv
 import dataclasses
 import importlib
 import json
 import re
 from pathlib import Path
-from statistics import correlation, fmean, stdev
+from statistics import fmean, stdev
 
 import default_runs
 import pytest
@@ -18,7 +19,7 @@ PAGES += [*ROOT.glob("models/*/README.md"), *ROOT.glob("examples/*.md")]
 PAGES = {str(page.relative_to(ROOT)): page.read_text() for page in sorted(PAGES)}
 HEADINGS = ["Quick facts", "The idea", "The objective", "The loop", "The default run", "Details that matter"]
 HEADINGS += ["Departures from the paper", "Flags", "References"]
-LIMITS = {"README.md": 150, "CONTRIBUTING.md": 100}
+LIMITS = {"README.md": 130, "CONTRIBUTING.md": 100}
 # Flags of torchrun, pip, pytest and git on the pages.
 FOREIGN = {"nproc-per-node", "nnodes", "rdzv-endpoint", "shutdown-timeout", "standalone", "help", "quiet", "durations"}
 FLAGS = {
@@ -111,7 +112,6 @@ def test_commands_are_of_files_that_exist_with_flags_that_they_have(page):
 @pytest.mark.parametrize("page", sorted({*PAGES} - {"CHANGELOG.md"}))  # which names removed flags
 def test_flags_that_are_named_exist(page):
     known = set().union(FOREIGN, *FLAGS.values(), *(flags_of(path) for path in TOOLS))
-    known |= {"g", "m", "r"} if page == "docs/memory.md" else set()  # the page explains these short forms
     for code in inline_code(page):
         if not re.search(r"\.(py|sh)\b", code):
             assert {flag for flag in re.findall(r"(?<!\S)--([a-z][\w-]*)", code)} <= known, code
@@ -172,7 +172,7 @@ def test_tables_of_the_results_are_those_of_the_measurements():
         [size["summary"][side][key] for side in ("ours", "trl", "ratio")]
         for found in results.values()
         for size in found["results"].values()
-        for key in ("rollout_seconds", "update_seconds", "step_seconds", "peak_gib")
+        for key in ("step_seconds", "peak_gib")
     ]
     section = page.partition("## Against TRL\n")[2].partition("\n## ")[0]
     rows = [line.strip("| ").split(" | ")[1:] for line in section.splitlines() if line.startswith("| ")][1:]
@@ -222,33 +222,44 @@ def test_what_is_said_of_learning_is_what_was_measured():
     pairs = [[run["eval/pass@1"] for run in found["runs"] if run["seed"] == seed] for seed in range(1, 6)]
     differences = [ours - trl for ours, trl in pairs]
     said += [fmean(differences), stdev(differences) / len(differences) ** 0.5]
-    section = (ROOT / "docs" / "results.md").read_text(encoding="utf-8").partition("**Both learn equally fast")[2]
-    numbers = re.findall(r"(?<![\w-])-?\d+\.\d+", section.partition("![Rewards")[0])
+    section = PAGES["docs/results.md"].partition("## What grpo.py and TRL learn\n")[2]
+    numbers = re.findall(r"(?<![\w-])-?\d+\.\d+", section)
     assert len(numbers) == len(said) and all(map(shown_as, said, numbers)), (said, numbers)
 
 
-def test_what_is_said_of_the_curves_is_what_was_measured():
-    found = json.loads((ROOT / "benchmark" / "results" / "grpo_vs_trl_curves.json").read_text())["results"]["curves"]
-    rewards = {(run["side"], run["seed"]): [step["reward_mean"] for step in run["steps"]] for run in found["runs"]}
-    differences = [a - b for seed in (1, 2) for a, b in zip(rewards["ours", seed], rewards["trl", seed])]
-    said = [correlation(rewards["ours", seed], rewards["trl", seed]) for seed in (1, 2)]
-    said += [fmean(rewards[side, seed]) for side in ("ours", "trl") for seed in (1, 2)]
-    said += [fmean(differences), stdev(differences) / len(differences) ** 0.5]
-    said += sorted(stdev(values) for values in rewards.values())[:: len(rewards) - 1]
-    said += [found["summary"][side][key] for key in ("step_seconds", "peak_gib") for side in ("ours", "trl")]
-    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8").partition("The picture shows")[2]
-    numbers = re.findall(r"(?<![\w-])\d+\.\d+", page)
-    assert len(numbers) == len(said) and all(map(shown_as, said, numbers)), (said, numbers)
+def test_the_table_of_normal_runs_is_that_of_the_runs():
+    names = ("grpo", "instructions", "grpo", "one_sentence")
+    files = ("default_runs", "real_model", "real_model", "real_model")
+    cells = re.findall(r"<!-- normal runs -->(.*?)<!-- end -->", PAGES["docs/is_this_normal.md"], re.S)[0]
+    lines = [line.strip("|").split("|") for line in cells.strip().splitlines()[2:]]
+    assert len(lines) == 8
+    for metric, *values in lines:
+        for name, file, cell in zip(names, files, values, strict=True):
+            if "ref_kl" in metric and file == "real_model":
+                name = "grpo_kl" if cell.strip() else name
+            with open(ROOT / "benchmark" / "results" / f"{file}.csv", newline="") as rows:
+                found = [row for row in csv.DictReader(rows) if name in (row.get("run"), row.get("script"))]
+            found = [row for row in found if not row.get("look") and row.get(metric.strip(" `")) and row["step"] != "0"]
+            runs = [[float(row[metric.strip(" `")]) for row in found if row["seed"] == seed] for seed in "12345"]
+            runs = [run for run in runs if run]
+            numbers = re.findall(r"[\d.]+", cell)
+            said = [fmean(fmean(run[part]) for run in runs) for part in (slice(5), slice(-5, None)) if runs and numbers]
+            assert len(said) == len(numbers) and all(map(shown_as, said, numbers)), (metric, name, said, cell)
 
 
-def test_the_table_of_busy_machines_is_that_of_its_figures():
+def test_what_is_said_of_busy_machines_is_what_was_measured():
     import threads
 
     rows = json.loads(threads.RESULTS.read_text())["seconds"]
-    assert threads.table(rows) in (ROOT / "docs" / "results.md").read_text()
-    quiet, passive = "300,000 turns (libgomp's default)", "none (OMP_WAIT_POLICY=PASSIVE)"
+    spin, short, _, passive = threads.WAITS
     busy = [row for load, row in rows.items() if load.startswith("beside")]
-    assert len(busy) == 4 and all(row[quiet]["median"] is None and row[passive]["median"] < 3 for row in busy)
+    assert len(busy) == 4 and all(row[spin]["median"] is None for row in busy)  # not even three steps
+    sleeping = [row[passive]["median"] for row in busy]
+    said = [min(sleeping), max(sleeping), rows["alone"][short]["median"], rows["alone"][passive]["median"]]
+    section = PAGES["docs/runs.md"].partition("## A busy machine\n")[2].partition("\n## ")[0]
+    numbers = re.findall(r"(?<![\w-])\d+\.\d+", section)
+    assert f"over {threads.SECONDS} seconds" in " ".join(section.split())
+    assert len(numbers) == len(said) and all(map(shown_as, said, numbers)), (said, numbers)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -256,3 +267,21 @@ def test_threads_sleep_unless_the_user_wants_otherwise(script):
     text = (ROOT / f"{script}.py").read_text()
     line = 'os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")\n'
     assert line in text and text.index(line) < text.index("import torch\n")
+
+
+def test_the_lines_of_grpo_in_the_readme_are_those_of_the_script():
+    [block] = re.findall(r"^```python\n(.*?)^```", PAGES["README.md"], re.S | re.M)
+    place = 0
+    for line in block.splitlines():
+        code = line.partition("  #")[0].strip()
+        assert code in SOURCES["grpo"][place:], line
+        place = SOURCES["grpo"].index(code, place) if code else place
+    above = {name: source.partition("# ---- below")[0].count("\n") + 1 for name, source in SOURCES.items()}
+    least, most = re.search(r"algorithm is ([0-9]+) to ([0-9]+) lines", PAGES["README.md"]).groups()
+    assert abs(min(above.values()) - int(least)) < 10 and abs(max(above.values()) - int(most)) < 10
+
+
+def test_the_readme_counts_planted_bugs_and_architectures():
+    rows = (ROOT / "tests" / "mutants.txt").read_text()
+    assert f"plants {len(re.findall('^# ', rows, re.M))} bugs" in PAGES["README.md"]
+    assert re.search("the ([0-9]+ architectures) below", PAGES["docs/models.md"])[1] in PAGES["README.md"]

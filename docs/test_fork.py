@@ -14,7 +14,7 @@ import urllib.error
 
 import pytest
 import torch
-from helpers import WITHOUT_KL, loss_and_gradient, random_inputs, tensor
+from helpers import tensor
 from sync_copies import MARKER, split
 from tiny import (
     ROOT,
@@ -35,19 +35,22 @@ import grpo
 PAGE = (ROOT / "docs" / "fork.md").read_text(encoding="utf-8")
 DIFFS = dict(re.findall(r"^```diff\n--- (\w+)\.py\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
 [SERVICE, TEST] = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-# Edits in the text: entropies with a gradient, and the median absolute deviation instead of the standard deviation.
-[(NO_GRAD, ENTROPIES)] = re.findall(r"^    (with torch.no_grad.*)\n        (entropies = .*)\n", PAGE, re.MULTILINE)
-DETACHED = f"        {NO_GRAD}\n            {ENTROPIES}\n"
-ATTACHED = f"        {ENTROPIES}\n"
+# The edit below the line in the diff of the entropy bonus, and an edit in the text.
+[(NO_GRAD, ENTROPIES, ATTACHED)] = re.findall(
+    r"^-(        with torch.no_grad.*\n)-(            entropies = .*\n)\+(        entropies = .*\n)",
+    DIFFS["my_entropy"],
+    re.MULTILINE,
+)
+DETACHED = NO_GRAD + ENTROPIES
 [DEVIATION] = re.findall(r"^    (advantages = centred .*)\n", PAGE, re.MULTILINE)
 COPY = "    cp grpo.py {0}.py\n    sed -n '/^--- {0}.py/,/^```$/p' docs/fork.md | git apply -p0\n"
 SIZES = {"prompts_per_step": 4, "group_size": 4, "minibatch_size": 8, "warmup_steps": 0, "learning_rate": 4e-4}
 TWO_GROUPS = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 0.0]), 3
-WRONG = {  # {mistake in the loss of my_cispo.py: (old text, new text)}
-    "the gradient goes through the ratio": (".clamp(max=1 + clip_eps).detach()", ".clamp(max=1 + clip_eps)"),
-    "no cap": (".clamp(max=1 + clip_eps)", ""),
-    "a bound below": (".clamp(max=1 + clip_eps)", ".clamp(1 - clip_eps, 1 + clip_eps)"),
-    "capped tokens are dropped": ("* advantages * logprobs", "* advantages * logprobs * (ratio < 1 + clip_eps)"),
+WRONG = {  # {mistake in the loss of cispo.py: (old text, new text)}
+    "the gradient goes through the ratio": (".clamp(max=1 + clip_eps_high).detach()", ".clamp(max=1 + clip_eps_high)"),
+    "no cap": (".clamp(max=1 + clip_eps_high)", ""),
+    "a bound below": (".clamp(max=1 + clip_eps_high)", ".clamp(1 - clip_eps_high, 1 + clip_eps_high)"),
+    "capped tokens are dropped": ("* advantages * logprobs", "* advantages * logprobs * (ratio < 1 + clip_eps_high)"),
     "the wrong sign": ("token_loss = -clipped_ratio", "token_loss = clipped_ratio"),
     "a mean instead of the sum": ("token_loss, 0.0).sum()", "token_loss, 0.0).mean()"),
     "padding counts": ("torch.where(mask, weight * token_loss, 0.0).sum()", "(weight * token_loss).sum()"),
@@ -108,7 +111,7 @@ def forks(folder):
 
 
 def train(fork, folder, **settings):
-    """Train for two steps of two minibatches; return metrics, samples, and the rollouts' divisors and tokens."""
+    """Train for two steps of two minibatches; return metrics, samples, and the divisors."""
     with pytest.MonkeyPatch.context() as patch:
         calls = record(patch, fork, "accumulate_gradients")
         fork.main(parse(fork, run_dir=folder, num_steps=2, eval_prompts=4, seed=3, **SIZES | settings))
@@ -116,14 +119,13 @@ def train(fork, folder, **settings):
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert all(math.isfinite(value) for line in lines for value in line.values())
     assert all(line["optim/grad_norm"] > 0 and line["policy/approx_kl"] > 0 for line in lines[1:])
-    divisors, tokens = zip(*((given[3], given[1]["completion_mask"].sum().item()) for given, _ in calls))
-    return lines, samples, divisors, tokens
+    return lines, samples, [given[3] for given, _ in calls]
 
 
 def failures(fork):
-    """Return the names of the page's tests, and of those that fail if this module replaces the page's fork."""
+    """Return the names of the page's tests, and of those that fail if this module replaces cispo.py."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "my_cispo", fork)
+        patch.setitem(sys.modules, "cispo", fork)
         names = {}
         exec(TEST, names)
     tests, failed = [name for name in names if name.startswith("test_")], []
@@ -144,10 +146,10 @@ def test_a_fork_adds_at_most_ten_lines_and_only_the_entropy_bonus_edits_below_th
 
 
 def test_the_length_penalty_is_what_the_page_says(forks, tmp_path):
-    lines, samples, divisors, _ = train(forks["my_short"], tmp_path / "run")
+    lines, samples, divisors = train(forks["my_short"], tmp_path / "run")
     found = {(text, reward) for line in samples for text, reward in zip(line["completions"], line["rewards"])}
     right = [(text, reward) for text, reward in found if reward]
-    assert right and len(right) < len(found) and divisors == (8,) * 4
+    assert right and len(right) < len(found) and divisors == [8] * 4
     assert [reward for _, reward in right] == pytest.approx([0.5 ** (len(text) / 1000) for text, _ in right])
     assert lines[0]["eval/reward"] < lines[0]["eval/accuracy"]  # accuracy counts is_right
 
@@ -265,28 +267,14 @@ def test_a_service_that_goes_down_ends_the_run_and_resumed_it_ends_as_if_nothing
     assert whole == cut and len(cut) == 2 and cut[1]["reward/mean"] > 1
 
 
-# ---- CISPO and the entropy bonus
+# ---- the entropy bonus, and the test to copy
 
 
-def test_cispo_trains_on_token_means_without_a_reference(forks, tmp_path):
-    lines, _, divisors, tokens = train(forks["my_cispo"], tmp_path / "run")
-    assert [sum(divisors[:2]), sum(divisors[2:])] == [tokens[0], tokens[2]]
-    assert not any(key in lines[-1] for key in ("policy/ref_kl", "policy/clip_fraction_low"))
-
-
-def test_the_fork_has_the_loss_and_the_gradient_of_cispo(forks):
-    inputs = random_inputs() | WITHOUT_KL
-    expected_loss, expected_gradient, expected_metrics = loss_and_gradient(cispo, inputs, clip_eps_high=0.2)
-    loss, gradient, metrics = loss_and_gradient(forks["my_cispo"], inputs, clip_eps=0.2)
-    assert torch.equal(loss, expected_loss) and torch.equal(gradient, expected_gradient)
-    assert metrics["policy/clip_fraction_high"] == expected_metrics["policy/cap_fraction"] and gradient.any()
-    assert cispo.compute_advantages(*TWO_GROUPS).tolist() == forks["my_cispo"].compute_advantages(*TWO_GROUPS).tolist()
-
-
-def test_the_test_of_the_page_passes_on_its_fork_and_fails_on_grpo(forks):
-    tests, failed = failures(forks["my_cispo"])
+def test_the_test_of_the_page_passes_on_cispo_and_fails_on_grpo():
+    tests, failed = failures(cispo)
     assert len(tests) == 2 and not failed
     assert failures(grpo)[1] == tests
+    assert len(WRONG) == 7 and "seven wrong versions" in " ".join(PAGE.split())
 
 
 @pytest.mark.usefixtures("alone")
@@ -321,8 +309,8 @@ def test_entropies_have_the_gradient_of_plain_logits_in_the_fork_and_none_in_grp
 
 
 @pytest.mark.parametrize("mistake", WRONG)
-def test_the_test_of_the_page_fails_on_a_wrong_loss(mistake, folder, tmp_path):
-    source, (old, new) = (folder / "my_cispo.py").read_text(encoding="utf-8"), WRONG[mistake]
+def test_the_test_of_the_page_fails_on_a_wrong_loss(mistake, tmp_path):
+    source, (old, new) = (ROOT / "cispo.py").read_text(encoding="utf-8"), WRONG[mistake]
     assert source.count(old) == 1
     (tmp_path / "wrong.py").write_text(source.replace(old, new), encoding="utf-8")
     assert failures(load_module(tmp_path / "wrong.py"))[1]

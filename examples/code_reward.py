@@ -7,9 +7,25 @@ It takes the flags of grpo.py. The answer of a row is a JSON list of [call, valu
     {"prompt": "Write add(a, b) in Python.", "answer": "[[\"add(2, 3)\", 5], [\"add('a', 'b')\", \"ab\"]]"}
 
 A row with any other answer is refused. Values are compared as JSON: 5, 5.0, "5" and true are all different, and a tuple
-equals a list. For a value that JSON lacks, use a call such as repr(f(3)). Each program runs in a sandboxed process of
-its own (code_sandbox.py), which never gets the values. README.md says what the sandbox requires and what it prevents;
---unsafe runs programs without it.
+equals a list. For a value that JSON lacks, use a call such as repr(f(3)).
+
+Each program runs in a sandboxed process of its own (code_sandbox.py). It gets only the calls; the parent process keeps
+the values. Its limits are 5 seconds, 512 MB of memory, 16 MB of files (in memory), 1 MB of output and one thread. It
+has no network, no environment variables, no capabilities, no /dev and no /proc. It can import the standard library. All
+that it sees of the host are libraries, which it can only read. The kernel refuses 29 system calls, such as those for
+sockets (so asyncio does not work), shared memory, and starting another program. If the machine runs out of memory, the
+kernel kills the program first. The time limit holds even if the training is killed. Each rank runs as many programs at
+once as there are CPUs for it.
+
+The sandbox needs Linux 5.12 or newer, util-linux, and namespaces. Root can create them; other users can if the system
+allows it. Many containers do not allow it: the run then stops with one line before it loads the model. If you run as
+root, every user must be able to read the Python interpreter. Only x86-64 was tested.
+
+--unsafe keeps the refused calls and all limits except the one on files. But a program can then read the data with the
+answers, change files and disturb the training, as far as the user (for root: nobody) may do so.
+
+The sandbox does not protect against kernel bugs, timing side channels, a slow machine (the 5 seconds are wall time),
+answers that lie in a folder of libraries, or a model that has memorized the tests.
 """
 
 import json
@@ -44,7 +60,7 @@ def run(program, calls):
         said = str(error)
     if said and "sandbox is ready\n" not in said:  # the child writes this before the program runs
         reason = said.splitlines()[-1]
-        raise SystemExit(f"cannot create the sandbox for programs: {reason}; see --unsafe in examples/README.md")
+        raise SystemExit(f"cannot create the sandbox for programs: {reason}; see --unsafe in examples/code_reward.py")
     return values
 
 

@@ -6,7 +6,7 @@
 It takes the flags of grpo.py. The system message asks for one sentence of at most 15 words with the word "because". A
 completion that meets all three conditions earns 1. Any other completion earns 1/9 for each condition that it meets. The
 data need no answers. The script prints the share of completions that meet all three conditions, for every rollout and
-every greedy evaluation.
+every greedy evaluation. SmolLM2-135M ends with answers such as "Because.", which earn 1 (docs/real_model.md).
 
 Zhou et al., "Instruction-Following Evaluation for Large Language Models" (2023), has instructions of this kind
 https://arxiv.org/abs/2311.07911v1

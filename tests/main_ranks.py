@@ -65,6 +65,7 @@ def run(name, folder):
     script.reward_fn = lambda text, _answer: float(sum(text.encode()) % 2)
     script.init_ranks = lambda: torch.device("cpu")  # all scripts share one group of ranks, which end_run would end
     script.save = script.end_run = script.check_model = lambda *_: None
+    torch.set_float32_matmul_precision("highest")  # use_bfloat16 of another case may have set it
     script.main(make_args(name, folder, name))
     return {"rollouts": rollouts, "divisors": divisors}
 

@@ -3,7 +3,7 @@
 A row of mutants.txt is a bug that was found in public code, or is easily made: after # its name and the scripts it is
 planted in, then a diff. Before a few rows stand, after !, the tests that must fail, all of them, and after a slash in
 which cases. Code that is identical in several scripts, as test_copies.py sees to, needs one test; other code one of
-each script.
+each script. A run of all bugs writes their number by kind to benchmark/results/mutants.md, and those that survived.
 """
 
 import argparse
@@ -170,23 +170,39 @@ def try_mutant(mutant, copy):
     return mutant, verdict, seconds
 
 
-def write_result(results):
-    """Write the table; the rows of bugs that were not planted this time stay as they are."""
-    lines = RESULT.read_text(encoding="utf-8").splitlines() if RESULT.exists() else []
-    rows = {line.split(" | ")[0]: line for line in lines if line.startswith("| ")}
-    for mutant, verdict, seconds in results:
-        scripts = "all" if mutant.scripts == NAMES["ALL"].split() else ", ".join(mutant.scripts)
-        tests = "<br>".join(dict.fromkeys(f"`{node}`" for node, _ in mutant.tests))
-        rows[f"| {mutant.name}"] = f"| {mutant.name} | {scripts} | {verdict} | {tests} | {seconds:.0f} |"
-    rows = [rows[f"| {mutant.name}"] for mutant in read_mutants() if f"| {mutant.name}" in rows]
-    num_caught = sum(" | caught | " in row for row in rows)
-    minutes = sum(int(row.split(" | ")[-1].removesuffix(" |")) for row in rows) / 60
-    lines = ["# Known bugs, planted one at a time", ""]
-    lines += [f"`python tests/mutants.py`: {num_caught} of {len(rows)} caught. Every test that is named must fail."]
-    machine = f"{os.cpu_count()} {platform.machine()} cores"
-    lines += [f"{time.strftime('%Y-%m-%d')}, {machine}, {minutes:.0f} minutes one after the other.", ""]
-    lines += ["| bug | planted in | | by | seconds |", "|---|---|---|---|---|", *rows]
-    RESULT.write_text("\n".join(lines) + "\n", encoding="utf-8")
+def kind_of(mutant):
+    """Return the part of the code that a bug is in: that of the test files that must fail, without the scripts' own."""
+    files = [node.partition("::")[0].removeprefix("test_").removesuffix(".py") for node, _ in mutant.tests]
+    shared = [name for name in files if name not in NAMES["ALL"].split()]
+    return shared[0] if shared else "a script's own"
+
+
+def summary(results, date, machine):
+    """Return the page: counts by kind, and the bugs that survived. results has (mutant, verdict, seconds)."""
+    kinds = {}
+    for mutant, verdict, _ in results:
+        kinds.setdefault(kind_of(mutant), []).append(verdict == "caught")
+    survived = [
+        f"- {mutant.name} ({', '.join(mutant.scripts)}): {verdict.removeprefix('SURVIVED, ')}"
+        for mutant, verdict, _ in results
+    ]
+    survived = [line for line in survived if not line.endswith(": caught")]
+    minutes = sum(seconds for *_, seconds in results) / 60
+    lines = [
+        "# Known bugs, planted one at a time",
+        "",
+        f"`python tests/mutants.py`, {date}, {machine}, {minutes:.0f} minutes one after the other: the tests caught",
+        f"{len(results) - len(survived)} of {len(results)} bugs. `tests/mutants.txt` has every bug, its scripts and the"
+        " tests that must fail. Bugs that were",
+        "added to it after this date are not counted.",
+        "",
+        "| the bug is caught in `tests/test_*.py` | bugs | caught |",
+        "|---|---|---|",
+        *(f"| {kind} | {len(caught)} | {sum(caught)} |" for kind, caught in sorted(kinds.items())),
+        "",
+        "\n".join(["Survived:", "", *survived]) if survived else "None survived.",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def main():
@@ -215,7 +231,9 @@ def main():
                     raise SystemExit(f"{output[-3000:]}\nwithout any bug the tests must pass")
             for result in pool.map(try_mutant, chosen, [copy] * len(chosen)):
                 results.append(result)
-                write_result([result])
+    if not args.words:
+        machine = f"{os.cpu_count()} {platform.machine()} cores"
+        RESULT.write_text(summary(results, time.strftime("%Y-%m-%d"), machine), encoding="utf-8")
     survivors = [mutant.name for mutant, verdict, _ in results if verdict != "caught"]
     print(f"{len(results) - len(survivors)} of {len(results)} caught", *survivors, sep="\n")
     raise SystemExit(bool(survivors))

@@ -10,7 +10,33 @@ whether the run fits. --write only updates the tables of docs/memory.md.
 
 The tool reads no weights. The default of a flag is its value in "task_defaults" of the model's config.json, or else the
 script's own default; --precision auto counts as bfloat16, and as float32 with --cpu-gb. A GB is 1e9 bytes. The formulas
-hold for models like Llama and Qwen2, and assume that all prompts and completions have the maximum length.
+hold for models like Llama and Qwen2, and assume that all prompts and completions have the maximum length. In bytes, for
+bfloat16, they are:
+
+    B, R  parameters in the blocks, and outside them (embedding, last norm, LM head; a tied head counts once)
+    V, L  vocabulary size, number of layers
+    h, f  hidden size, width inside the MLP
+    q, k  output sizes of the query and the key projection
+    r     rank of the adapters
+
+    sharded, so divide by the number of GPUs
+        4 (B + R)         trained model
+        8 (B + R)         its AdamW
+        4 (B + R)         its gradients, until the last step of an update
+        2 B + 4 R         reference model, and reward model; with adapters the model, once
+        16 r (in + out)   adapters, their AdamW and gradients, for every linear layer of the blocks
+    added by the rollout on every GPU
+        2 B + 4 R         copy of the policy's weights; with adapters on one GPU, 2 per parameter of the adapters
+        4 k L             key-value cache, per token of prompt and completion
+        2 k + 4 V         decoding: the keys of one layer per token, and logits per completion, or 24 V if that is more
+        6 f + 10 h        reading prompts, per token of the prompts that are read at once
+    added by the update: the activations, and the largest of the three temporary parts
+        8 f + 16 h + 4 q + 4 k   activations of a block per token of a microbatch; with adapters 12 h, not 16 h
+        4 h                      the same with --gradient-checkpointing; one block at a time needs the row above, too
+        LM head                  4 R, four chunks of 2^25 float32 numbers, up to two gradients of the embedding, and
+                                 16 h per token
+        8 R                      gradients of R on their way between ranks
+        backward of a block      4 R, a gradient of the embedding, 4 f + 6 h per token, 8 per parameter of the block
 """
 
 import argparse
@@ -279,8 +305,6 @@ def flags_table(script):
         fits = [find_fit(config, settings, gpu, 1, models) for gpu in GPUS]
         rows.append([name, *(f"`{as_flags(fit, settings)}`" if fit else "no" for fit in fits)])
     text = table([f"`{script}.py`", *(f"{gpu} GB" for gpu in GPUS)], rows)
-    for flag in ("--gradient-checkpointing", "--microbatch-tokens", "--rollout-batch-size"):
-        text = text.replace(flag, flag[:3])
     return text.replace("`defaults`", "defaults")
 
 
@@ -306,11 +330,9 @@ def measured_table():
 
 def write_page(path):
     """Write the tables into docs/memory.md, each between the comment with its name and the next comment."""
-    tables = {f"flags of {script}": flags_table(script) for script in ("grpo", "ppo_rlhf", "dpo")}
+    tables = {f"flags of {script}": flags_table(script) for script in ("grpo", "ppo_rlhf")}
     tables["parts of grpo"] = parts_table("grpo", gradient_checkpointing=True)
-    tables["parts with adapters"] = parts_table("grpo", gradient_checkpointing=True, lora_rank=8)
     tables["measured on a CPU"] = measured_table()
-    tables["parts of ppo_rlhf"] = parts_table("ppo_rlhf", gradient_checkpointing=True)
     text = Path(path).read_text()
     for name, lines in tables.items():
         text = re.sub(rf"(<!-- {name} -->\n).*?(<!-- end -->)", rf"\1\n{lines}\n\n\2", text, flags=re.DOTALL)

@@ -1,6 +1,6 @@
 """Plot the metrics of runs against the step, and print a table of the last values.
 
-    python tools/plot.py runs/grpo__1__20260101-120000-123456
+    python tools/plot.py runs/grpo__1__1767268800
     python tools/plot.py runs/grpo__* runs/dapo__* --out curves.png
 
 The tool saves the picture to --out, and also shows it if there is a screen. Runs of the same script that differ only in
@@ -176,6 +176,10 @@ def main(args):
         raise SystemExit(f"no run has {lacking}; choose --metrics from {', '.join(sorted(found))}")
     path = Path(args.out or (runs[0].folder / "plot.png" if len(runs) == 1 else "plot.png"))
     figure = draw(groups, keys)
+    if getattr(args, "title", None):
+        figure.suptitle(args.title, fontsize="medium")
+        if len(groups) == 1:  # the title says what the line is
+            figure.legends[0].remove()
     try:
         figure.savefig(path, dpi=100)
     except (OSError, ValueError) as error:
@@ -196,6 +200,7 @@ def parse_args():
     parser.add_argument(
         "--metrics", nargs="+", metavar="KEY", help="metrics in metrics.jsonl to show (default: the usual ones)"
     )
+    parser.add_argument("--title", help="a title above all panels")
     return parser.parse_args()
 
 

@@ -271,7 +271,7 @@ def test_every_torchrun_command_of_the_pages_fits_its_gpus():
                 given[name] = type(memory.SETTINGS[name])(value or True)
         peak = max(memory.account(config, memory.read_settings(script, config, **given), ranks)[-1][1:])
         fit.append((page, command, peak <= 80e9 * memory.USABLE))
-    assert len(fit) >= 2 and [row for row in fit if not row[2]] == []
+    assert fit and [row for row in fit if not row[2]] == []
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,199 @@
+"""Draw the pictures of docs/pictures that explain the scripts (anatomy, data_flow, family_map): python docs/draw.py"""
+
+import ast
+import io
+import json
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch
+from PIL import Image, PngImagePlugin
+
+ROOT, PICTURES = Path(__file__).resolve().parent.parent, Path(__file__).resolve().parent / "pictures"
+BLUE, ORANGE, BROWN, GREY, PALE = "#d6e8f7", "#fde3bd", "#8a3b00", "#484848", "#f4f4f4"
+CODE = {"family": "DejaVu Sans Mono", "size": 12.5}
+
+
+def table(text):
+    return [[cell.strip() for cell in f"{line} ".split(" | ")] for line in text.strip().splitlines()]
+
+
+# The parts of grpo.py in its order: title | names | note
+PARTS = table("""
+    formula | docstring | the paper, a line per symbol, departures from the paper
+    imports | imports HERE RANK WORLD_SIZE
+    settings | Args | every field is a flag; the paper's are the first group
+    reward | is_right reward_fn score_completions | edit any of them for your task
+    advantages | compute_advantages | from rewards (B,) to advantages (B,)
+    loss | k3 policy_loss | the formula, on tensors (B, T)
+    gradients | accumulate_gradients | forward and backward passes over microbatches
+    training loop | main | sample, score, update; the divisor of the loss
+    the line | below
+    flags | parse_args init_ranks check_args multiplies_bfloat16 | and ranks, which torchrun starts
+    data | load_prompts load_splits read_prompts read_prompt find_column | rows of files or of the hub
+    answers | parse_gold parse_answer extract_answer read_braces | compared as numbers: 1/2 equals 0.5
+    chats | as_messages without_nulls encode_prompt | prompts through the chat template
+    model | load_model find_turn_end check_model max_context show_first_prompt | weights, stop tokens
+    LoRA, precision | add_adapters find_blocks LoraLinear prepare_model use_bfloat16 in_bfloat16 cast add_rounding_noise
+    log-probabilities | LogprobModel token_logprobs head_logprobs without_adapters | of the tokens of completions
+    runs, resuming | open_run load_state all_reduce catch_signals log_step append_line | and metrics.jsonl
+    evaluation | evaluate mix_seed | reward, accuracy and pass@k of held-out prompts
+    sampling | sample_completions pad_left gathered generate sample_tokens | with a cache, up to stop tokens
+    rewards, metrics | check_rewards mean_metrics are_right pick_rows | and the order of rows
+    update | compute_logprobs microbatches rollout_metrics step_optimizer check_sampler | around the loss
+    logging, saving | log_group save merge_adapters end_run | samples.jsonl, checkpoint/, state/""")
+# The data of a step: variables | shape | the function that makes the next | note
+FLOW = table("""
+    prompts | {prompts_per_step} prompts, group_size {group_size} of each: B = {B} rows | pad_left | to P tokens
+    prompt_ids, prompt_mask | (B, P) = ({B}, at most {max_prompt_length}) | generate | token by token, at most T
+    completion_ids, completion_mask, sampler_logprobs | (B, T) = ({B}, {max_completion_length}) | tokenizer.decode |
+    texts | B texts | score_completions | with the answers in prompts
+    rewards | (B,) | compute_advantages | as (B/G, G) = ({prompts_per_step}, {group_size})
+    advantages | (B,); batch has all tensors but rewards
+    minibatches | {updates} × {minibatch_size} shuffled indices of completions | compute_logprobs | of policy and ref
+    old_logprobs, ref_logprobs | (B, T); first minibatch: old_logprobs from its own pass | microbatches | ≤ {microbatch_tokens} tokens
+    part | b completions: (b, P), (b, T), (b,) | token_logprobs | of policy, with gradient
+    logprobs, entropies | (b, T) | policy_loss | with the other tensors of part
+    loss | sum over b completions; (loss / divisor).backward() | step_optimizer | after the last part
+    policy | with new weights""")
+# script | title | what a row of its data has | the script that it starts from | what changes, as in side_by_side.md
+FAMILY = table("""
+    dr_grpo | Dr. GRPO | prompt, answer | grpo | advantage R − mean; weight 1 / (L × N); no KL
+    dapo | DAPO | prompt, answer | grpo | clips 0.2 below, 0.28 above; no groups with equal rewards; no KL
+    gspo | GSPO | prompt, answer | grpo | ratio of the completion; clips 3e-4 below, 4e-4 above; no KL
+    cispo | CISPO | prompt, answer | grpo | clips nothing: the ratio, capped at 5, weights log π; no KL
+    grpo_process | GRPO, process | prompt, answer | grpo | a reward for every step, so an advantage for every token
+    grpo_tools | GRPO, tools | prompt, answer | grpo | a tool writes tokens, too, with weight 0; no KL
+    ppo_rlhf | PPO | prompt | grpo | no groups; GAE of a value model, per token; k1, in the reward
+    dpo | DPO | prompt, chosen, rejected | reward_model | score it implies: ; β Σₜ log π/π_ref
+    reward_model | reward model | prompt, chosen, rejected | sft | scores s of pairs: ; log σ(s_w − s_l)
+    sft | SFT | prompt, completion
+    grpo | GRPO | prompt, answer | reinforce | clipped ratio of the token; advantage / std; KL: k3, in the loss
+    reinforce | REINFORCE | prompt, answer""")
+COLOURS = {"prompt, answer": BLUE, "prompt": "#f6dcea", "prompt, completion": "#cdeee1"}  # else orange
+
+
+def definitions(script):
+    """{name: (first line, last line, text)} of docstring, imports, line, functions, classes and constants."""
+    spans, lines = {}, (ROOT / f"{script}.py").read_text(encoding="utf-8").splitlines()
+    for node in ast.parse("\n".join(lines)).body:
+        first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
+        name = getattr(node, "name", None) or ast.unparse(getattr(node, "targets", [node])[0])
+        name = "imports" if isinstance(node, ast.Import | ast.ImportFrom) else name if spans else "docstring"
+        spans[name] = (spans.get(name, (first,))[0], node.end_lineno)
+    spans["below"] = 2 * (1 + [line[:12] for line in lines].index("# ---- below"),)
+    return {name: (first, last, "\n".join(lines[first - 1 : last])) for name, (first, last) in spans.items()}
+
+
+def parts():
+    """PARTS, with first line, last line, and the fewest and most scripts that have the same text of a name."""
+    scripts, found = {row[0]: definitions(row[0]) for row in FAMILY}, []
+    for title, names, *note in PARTS:
+        names, own = names.split(), scripts["grpo"]
+        copies = [sum(other.get(name, "-")[-1] == own[name][2] for other in scripts.values()) for name in names]
+        found.append((title, names, "".join(note), own[names[0]][0], own[names[-1]][1], min(copies), max(copies)))
+    return found
+
+
+def flow():
+    """FLOW with the settings of grpo.py and the bundled model."""
+    fields = ast.parse(definitions("grpo")["Args"][2]).body[0].body
+    sizes = {field.target.id: ast.unparse(field.value) for field in fields if isinstance(field, ast.AnnAssign)}
+    sizes |= json.loads((ROOT / "models/tiny/config.json").read_text(encoding="utf-8"))["task_defaults"]
+    sizes["B"] = sizes["prompts_per_step"] * int(sizes["group_size"])
+    sizes["updates"] = sizes["B"] // sizes["minibatch_size"] * int(sizes["update_epochs"])
+    return [[cell.format(**sizes) for cell in row] for row in FLOW]
+
+
+class Picture:  # its unit is a pixel at a width of 900, and y points down
+    def __init__(self, height, title, about):
+        self.axes = Figure((9, height / 100)).add_axes((0, 0, 1, 1), xlim=(0, 900), ylim=(height, 0))
+        self.axes.axis("off")
+        self.text(24, 28, title, size=20, weight="bold")
+        self.text(24, 58, about, color=GREY)
+
+    def text(self, x, y, text, size=13, **style):
+        self.axes.text(x, y, text, size=size * 0.72, **{"va": "center_baseline", "linespacing": 1.4} | style)
+
+    def box(self, x, y, width, height, colour):
+        self.axes.add_patch(FancyBboxPatch((x, y), width, height, "round,rounding_size=5", fc=colour, ec=GREY, lw=1))
+
+    def arrow(self, *points):
+        self.axes.plot(*zip(*points[:-1]), color=GREY, lw=1.3, snap=False)
+        head = {"arrowstyle": "-|>", "color": GREY, "shrinkA": 0, "shrinkB": 0, "lw": 1.3}
+        self.axes.annotate("", points[-1], points[-2], arrowprops=head)
+
+    def save(self, name, shown):
+        data, info = io.BytesIO(), PngImagePlugin.PngInfo()
+        self.axes.figure.savefig(data, dpi=160)
+        info.add_itxt("drawn", repr(shown))  # a test compares it
+        Image.open(data).convert("RGB").quantize(32).save(PICTURES / f"{name}.png", optimize=True, pnginfo=info)
+
+
+def draw_anatomy():
+    about = "lines, parts, names; at the right, how many of the 12 scripts have the same text of a name (fewest–most)"
+    picture, y, colour = Picture(1138, "The anatomy of a script: grpo.py", about), 76, ORANGE
+    for place, side in ((262, "differs between scripts"), (797, "identical copies")):
+        picture.text(36, place, side, size=15, rotation=90, ha="center", va="center", weight="bold")
+    for title, names, note, first, last, *copies in parts():
+        if names == ["below"]:
+            picture.text(66, y + 14, f"{first}  {definitions('grpo')['below'][2]}", color=BROWN, weight="bold", **CODE)
+            y, colour = y + 34, BLUE
+            continue
+        names = ["  ".join(names[i : i + 7]) for i in range(0, len(names), 7)]
+        height = 31 + 16 * len(names)
+        picture.box(58, y, 818, height - 4, colour)
+        picture.text(66, y + 13, f"{first}–{last}", **CODE)
+        picture.text(160, y + 13, title, weight="bold")
+        picture.text(310, y + 13, note)
+        picture.text(160, y + 22 + 8 * len(names), "\n".join(names), **CODE)
+        picture.text(864, y + 13, "–".join(map(str, sorted({*copies}))), ha="right")
+        y += height
+    picture.save("anatomy", parts())
+
+
+def draw_flow():
+    picture = Picture(690, "The data of one step of grpo.py", "brown: functions; sizes: those of the bundled model")
+    frames = [(16, 154, 412, 312, "sample_completions"), (458, 257, 434, 350, "for indices in minibatches")]
+    for x, y, width, height, label in [*frames, (463, 293, 402, 276, "accumulate_gradients: for part")]:
+        picture.box(x, y, width, height, PALE)
+        picture.text(x + width - 13, y + height / 2, label, rotation=90, ha="center", va="center", **CODE)
+    picture.arrow((404, 641), (452, 641), (452, 121), (470, 121))
+    picture.text(440, 400, "torch.randperm", rotation=90, ha="center", va="center", color=BROWN, weight="bold", **CODE)
+    for i, (names, shape, *step) in enumerate(flow()):
+        x, y = (24, 470)[i // 6], 96 + 104 * (i % 6)
+        picture.box(x, y, 380 - 12 * (i // 6), 50, BLUE)
+        picture.text(x + 8, y + 14, names, **CODE)
+        picture.text(x + 8, y + 35, shape)
+        if step:
+            picture.arrow((x + 24, y + 50), (x + 24, y + 104))
+            picture.text(x + 38, y + 75, step[0], color=BROWN, weight="bold", **CODE)
+            picture.text(x + 52 + 7.8 * len(step[0]), y + 75, step[1])
+    picture.save("data_flow", flow())
+
+
+def draw_family():
+    picture = Picture(720, "The family of the twelve scripts", "arrow: what changes; box: the columns of the data")
+    places = [*((696, 84 + 70 * i) for i in range(7)), (696, 618), (350, 618), (24, 618), (24, 294), (24, 84)]
+    places = dict(zip([row[0] for row in FAMILY], places))
+    for script, title, data, *step in FAMILY:
+        x, y = places[script]
+        picture.box(x, y, 180, 60, COLOURS.get(data, ORANGE))
+        for dy, text, style in ((11, title, {"weight": "bold"}), (29, f"{script}.py", CODE), (46, data, {})):
+            picture.text(x + 8, y + dy, text, **style)
+        if script == "grpo":
+            picture.arrow((36, 144), (36, 294))
+            picture.text(46, 219, step[1].replace("; ", "\n"), va="center")
+        elif step:
+            left, top = places[step[0]]
+            picture.arrow((left + 180, top + 30), (left + 200, top + 30), (left + 200, y + 30), (x, y + 30))
+            picture.text(left + 190 + 20 * (y < 600), y + 26, step[1].replace(" ; ", "\n"), va="bottom")
+    picture.arrow((440, 618), (440, 552), (696, 552))
+    picture.text(450, 566, "its score is the reward")
+    picture.text(24, 700, "sft.py also made the bundled model, from which the others start", color=GREY)
+    picture.save("family_map", FAMILY)
+
+
+if __name__ == "__main__":
+    for draw in (draw_anatomy, draw_flow, draw_family):
+        draw()
