@@ -22,9 +22,9 @@ log-probabilities, gradients, and samples of groups in which rows finish at diff
 Other architectures may work as well. At the start, `dpo.py` and `sft.py` compare their log-probabilities with the
 model's own, and refuse an LM head that they do not support. The scripts that sample log `policy/sampler_kl`, the
 divergence between sampling and training, and stop after a step in which it exceeds 0.5 per token. Look at it in the
-first steps of a new architecture: it should be about 0.001 or less. transformers refuses models that it cannot load as a causal
-language model (Qwen2.5-VL). Of some models that also read images (Qwen3.5), only the language model is trained and
-saved.
+first steps of a new architecture: it should be about 0.001 or less. transformers refuses models that it cannot load as
+a causal language model (Qwen2.5-VL). Of some models that also read images (Qwen3.5), only the language model is trained
+and saved.
 
 Not supported: LoRA adapter folders (merge them into their model first), quantized checkpoints, training the vision part
 of a model, and a reward model whose tokenizer differs from the policy's.
