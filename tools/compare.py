@@ -4,8 +4,7 @@
     python tools/compare.py grpo my_fork.py --out compare.html
     python tools/compare.py                    # all scripts, to be chosen in the page
 
-In the page, n and p go to the next and the previous difference. A link such as compare.html#grpo/dapo/policy_loss names
-a pair and a function. The page loads nothing from the network.
+In the page, n and p go to the next and the previous difference. Links: compare.html#grpo/dapo/policy_loss
 """
 
 import argparse
