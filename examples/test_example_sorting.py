@@ -2,14 +2,12 @@
 
 import itertools
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import run_file, run_shell
 from tiny import ROOT, load_module, read_jsonl
 
 import sft
@@ -56,21 +54,27 @@ def test_what_the_rewards_pay_by_hand():
     assert rewards.repaired("1 2 x 5", "1 2 5") == (3 + 1) / 7  # neither neighbour of x is in order
 
 
-def test_the_shell_script_trains_goes_on_and_shows(tmp_path):
+def test_the_shell_script_trains_goes_on_and_shows(tmp_path, monkeypatch):
     line = re.search(r'"python sft.py" \\\n *"(.*)"', (ROOT / "examples" / "sorting" / "run.sh").read_text())[1]
     flags = re.findall(r"--([a-z-]+)", line)  # of the base model, which this test does not train
     assert len(flags) == 3 and {flag.replace("-", "_") for flag in flags} <= vars(sft.Args()).keys()
     base = tmp_path / "base"
     (base / "state" / "00000300").mkdir(parents=True)  # the run looks finished, so run.sh does not train it
     shutil.copytree(ROOT / "models" / "tiny", base / "checkpoint")
-    env = os.environ | {"FOLDER": str(tmp_path), "SEEDS": "3", "REWARDS": "inclusion", "FLAGS": FLAGS}
-    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
+    monkeypatch.chdir(tmp_path)
+    settings = {"FOLDER": str(tmp_path), "SEEDS": "3", "REWARDS": "inclusion", "FLAGS": FLAGS}
 
     def run(**changes):
-        command = ["sh", str(ROOT / "examples" / "sorting" / "run.sh")]
-        done = subprocess.run(command, cwd=tmp_path, env=env | changes, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-        return done.stdout
+        told = []
+
+        def do(words):
+            told.append(run_file(ROOT / words[0], *words[1:]))
+            return 0
+
+        status, said, asked = run_shell(ROOT / "examples/sorting/run.sh", do=do, **settings, **changes)
+        assert status == 0, said
+        assert [Path(words[0]).name for words in asked] == ["make.py", "rewards.py", "show.py"]
+        return told[-1]
 
     run(STEPS="1")
     folder = tmp_path / "inclusion__3"

@@ -5,15 +5,12 @@ The shell scripts run unchanged. This process does what they call python for, wh
 
 import importlib
 import json
-import os
 import runpy
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from processes import run_file
+from processes import run_file, run_shell
 from tiny import ROOT, TINY, read_jsonl
 
 import grpo
@@ -44,14 +41,6 @@ STAGES = {
         **{"cold": BASE, "rl_1": MADE("cold"), "right.jsonl": MADE("rl_1"), "sft": BASE, "rl_2": MADE("sft")},
     },
 }
-ASK = """#!/bin/sh
-printf '%s\\n' "$@" > ask.part
-mv ask.part ask
-until [ -e tell ]; do sleep 0.02; done
-read status < tell
-rm tell
-exit "$status"
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -61,9 +50,6 @@ def here(tmp_path, monkeypatch):
     for split, count in (("train", 16), ("test", 4)):
         rows = (ROOT / f"data/addition/{split}.jsonl").read_text().splitlines(keepends=True)
         Path(f"sums/{split}.jsonl").write_text("".join(rows[:count]))
-    Path("bin").mkdir()
-    Path("bin/python").write_text(ASK)
-    Path("bin/python").chmod(0o755)
 
 
 class Killed(BaseException):
@@ -99,20 +85,9 @@ def do(words, monkeypatch, killed):
 
 def call(name, monkeypatch, killed=None, status=0, **settings):
     """Run a shell script with seed 3; return the lines that it prints and the words of its calls of python."""
-    path = f"{Path('bin').resolve()}:{os.environ['PATH']}"
-    environment = {**os.environ, **SETTINGS, "GRPO": GRPO, "RUNS": "runs", "PATH": path, **settings}
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    shell = subprocess.Popen(["sh", str(ROOT / "examples" / f"{name}.sh"), "3"], env=environment, **pipes)
-    asked = []
-    while shell.poll() is None:
-        if Path("ask").exists():
-            asked.append(Path("ask").read_text().splitlines())
-            Path("ask").unlink()
-            Path("tell.part").write_text(f"{do(asked[-1], monkeypatch, killed or {})}\n")
-            Path("tell.part").rename("tell")
-        time.sleep(0.02)
-    said = shell.stdout.read()
-    assert shell.returncode == status, said
+    path, environment = ROOT / "examples" / f"{name}.sh", {**SETTINGS, "GRPO": GRPO, "RUNS": "runs", **settings}
+    found, said, asked = run_shell(path, "3", do=lambda words: do(words, monkeypatch, killed or {}), **environment)
+    assert found == status, said
     return said.splitlines(), asked
 
 

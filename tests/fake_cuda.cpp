@@ -1,8 +1,8 @@
 // A CUDA device that is not there: see fake_cuda.py, which compiles this.
 // It registers on the CUDA dispatch key of a CPU build of torch an allocator, a device guard, and a fallback that runs
 // every operator on the CPU, on the same memory.
-#include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>

@@ -15,16 +15,18 @@ import ctypes
 import importlib
 import importlib.util
 import json
+import multiprocessing
 import os
 import runpy
-import signal
 import subprocess
 import sys
 import tempfile
 import warnings
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import SimpleNamespace
 
+FORK = multiprocessing.get_context("fork")
 LIBRARY = "FAKE_CUDA_LIBRARY"  # in the environment: where build has put it
 
 
@@ -149,24 +151,26 @@ def run_script(argv):
     runpy.run_path(argv[0], run_name="__main__")
 
 
+def run_rank(argv, log, environment):
+    os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), 1)
+    os.dup2(1, 2)
+    os.environ |= environment
+    run_script(argv)
+
+
 def fork_ranks(argv, log, ranks):
     """Run a script in forked processes, one for each environment; end all when one fails; return exit statuses."""
-    running, statuses = {}, []
-    for environment in ranks:
-        if (pid := os.fork()) == 0:
-            os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), 1)
-            os.dup2(1, 2)
-            sys.stdin = None
-            os.environ |= environment
-            return run_script(argv)
-        running[pid] = True
+    forked = [FORK.Process(target=run_rank, args=(argv, log, environment)) for environment in ranks]
+    for process in forked:
+        process.start()
+    running = list(forked)
     while running:
-        pid, status = os.wait()
-        del running[pid]
-        statuses.append(os.waitstatus_to_exitcode(status))
-        for other in running if status else ():
-            os.kill(other, signal.SIGKILL)
-    return statuses
+        wait([process.sentinel for process in running])
+        running = [process for process in running if process.exitcode is None]
+        if any(process.exitcode for process in forked):
+            for process in running:
+                process.kill()
+    return [process.exitcode for process in forked]
 
 
 def serve():
@@ -176,10 +180,7 @@ def serve():
     for module in modules:
         importlib.import_module(module)
     for line in sys.stdin:
-        statuses = fork_ranks(*json.loads(line))
-        if statuses is None:  # in a fork, at its end
-            return
-        print(json.dumps(statuses), flush=True)
+        print(json.dumps(fork_ranks(*json.loads(line))), flush=True)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,9 @@ rank from the environment when they are imported.
 
 import sys
 
+import transformers.models.llama.modeling_llama
+import transformers.models.qwen3.modeling_qwen3  # noqa: F401
+
 import grpo
 import reward_model
 

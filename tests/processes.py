@@ -7,8 +7,10 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import tempfile
+import time
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -89,6 +91,39 @@ def run_file(file, *argv, given="", expected=0):
     code = f"import io, runpy, sys; sys.stdin = io.StringIO({given!r})\nsys.path.insert(0, {str(file.parent)!r})\n"
     code += f"runpy.run_path({str(file)!r}, run_name='__main__')"
     return finish(Forked(code, [file, *argv]), expected)
+
+
+ASK = """#!/bin/sh
+cd "$HERE"
+printf '%s\\n' "$@" > ask.part
+mv ask.part ask
+until [ -e tell ]; do sleep 0.02; done
+read status < tell
+rm tell
+exit "$status"
+"""
+
+
+def run_shell(path, *argv, do, **environment):
+    """Run a shell script, in this folder, whose calls of python are done by do(words), which returns their status.
+
+    Return the script's exit status, what it printed, and the words of each call.
+    """
+    python, asked = Path("bin/python").resolve(), []
+    python.parent.mkdir(exist_ok=True)
+    python.write_text(ASK)
+    python.chmod(0o755)
+    environment = os.environ | {"PATH": f"{python.parent}:{os.environ['PATH']}", "HERE": os.getcwd()} | environment
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    shell = subprocess.Popen(["sh", str(path), *argv], env=environment, **pipes)
+    while shell.poll() is None:
+        if Path("ask").exists():
+            asked.append(Path("ask").read_text().splitlines())
+            Path("ask").unlink()
+            Path("tell.part").write_text(f"{do(asked[-1])}\n")
+            Path("tell.part").rename("tell")
+        time.sleep(0.02)
+    return shell.returncode, shell.stdout.read(), asked
 
 
 def execute(code, argv, environment, folder, log):

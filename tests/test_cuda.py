@@ -12,17 +12,17 @@ import sys
 
 import fake_cuda
 import pytest
-from processes import finish, start
+from processes import run_file
 from sync_copies import ALL
-from tiny import ROOT, read_jsonl
+from tiny import ROOT, read_jsonl, write_jsonl
 from torch.distributed import TCPStore
 
 if sys.platform != "linux" or shutil.which("g++") is None:
     pytest.skip("the simulated CUDA device is compiled by g++, on Linux", allow_module_level=True)
 
-SHORT = "--eval-prompts 4 --eval-every 1 --save-every 2 --num-steps 2 --learning-rate 1e-4 --warmup-steps 0"
+SHORT = "--eval-prompts 2 --eval-every 2 --save-every 2 --num-steps 2 --learning-rate 1e-4 --warmup-steps 0"
 SHORT += " --precision auto"  # for the bundled models float32 is the default
-SAMPLED = f"{SHORT} --prompts-per-step 4 --max-completion-length 24"
+SAMPLED = f"{SHORT} --prompts-per-step 4 --max-completion-length 12"
 GROUPS = f"{SAMPLED} --group-size 4 --minibatch-size 8"
 FLAGS = {
     "reinforce": f"{SAMPLED} --group-size 4",
@@ -30,6 +30,12 @@ FLAGS = {
     "ppo_rlhf": f"{SAMPLED} --minibatch-size 2",
     **dict.fromkeys(("sft", "dpo", "reward_model"), f"{SHORT} --minibatch-size 8"),
 }
+FEW_SAMPLES = f"""import sys
+sys.path.insert(0, {str(ROOT)!r})
+import ppo_rlhf
+ppo_rlhf.NORM_SAMPLES = 16
+ppo_rlhf.main(ppo_rlhf.parse_args())
+"""
 FILES = {"sft": "addition/sft.jsonl", "dpo": "preferences/train.jsonl", "reward_model": "preferences/train.jsonl"}
 
 
@@ -76,6 +82,15 @@ def flags_of(script, folder):
     return [*FLAGS.get(script, GROUPS).split(), "--dataset", folder / "rows.jsonl"]
 
 
+def file_of(script, folder):
+    """The script; instead of ppo_rlhf.py a file that starts it with fewer samples to normalise scores on."""
+    path = ROOT / f"{script}.py"
+    if script == "ppo_rlhf":
+        path = folder / "few_samples.py"
+        path.write_text(FEW_SAMPLES)
+    return path
+
+
 def numbers_of(run):
     """The lines of a run's metrics without times, all of which are finite."""
     lines = []
@@ -89,46 +104,49 @@ def numbers_of(run):
 def test_a_run_in_bfloat16_trains_evaluates_saves_and_resumes(device, script, steps, tmp_path):
     """bfloat16 is what the device makes of auto. All that differs elsewhere runs in float32, below."""
     run = tmp_path / "run"
-    device.run(f"{script}.py", *flags_of(script, tmp_path), "--run-dir", run)
+    file = file_of(script, tmp_path)
+    device.run(file, *flags_of(script, tmp_path), "--run-dir", run)
     assert json.loads((run / "args.json").read_text())["precision"] == "bfloat16"
     assert (run / "checkpoint" / "model.safetensors").exists()
     if steps > 2:
-        device.run(f"{script}.py", "--resume", run, "--num-steps", steps)
+        device.run(file, "--resume", run, "--num-steps", steps)
     lines = numbers_of(run)
     assert [line["step"] for line in lines] == list(range(steps + 1))
     assert any(line["optim/grad_norm"] > 0 for line in lines[1:])
 
 
 OTHERS = {
-    "adapters": ("grpo", ["--lora-rank", "2"]),
-    "adapters of three models": ("ppo_rlhf", ["--lora-rank", "2"]),
-    "adapters, pairs": ("dpo", ["--lora-rank", "2"]),
-    "gradient checkpointing": ("grpo", ["--gradient-checkpointing"]),
-    "texts beside prompts": ("ppo_rlhf", ["--ptx-coef", "1", "--ptx-dataset", ROOT / "data/addition/sft.jsonl"]),
+    "adapters": ("grpo", "--lora-rank 2"),
+    "adapters of three models": ("ppo_rlhf", "--lora-rank 2"),
+    "adapters, pairs": ("dpo", "--lora-rank 2"),
+    "gradient checkpointing": ("grpo", "--gradient-checkpointing"),
+    "texts beside prompts": ("ppo_rlhf", "--ptx-coef 1 --ptx-dataset {}/texts.jsonl"),
 }
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_settings(device, name, tmp_path):
     script, flags = OTHERS[name]
-    device.run(f"{script}.py", *flags_of(script, tmp_path), *flags, "--run-dir", tmp_path / "run")
+    write_jsonl(tmp_path / "texts.jsonl", [{"text": f"{i}+1={i + 1}"} for i in range(20)])
+    flags = [*flags_of(script, tmp_path), *flags.format(tmp_path).split(), "--run-dir", tmp_path / "run"]
+    device.run(file_of(script, tmp_path), *flags)
     assert [line["step"] for line in numbers_of(tmp_path / "run")] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("script, precision", [("dapo", "float32"), ("ppo_rlhf", "auto")])
 def test_two_ranks(device, script, precision, tmp_path):
-    run = tmp_path / "run"
+    run, file = tmp_path / "run", file_of(script, tmp_path)
     flags = [*flags_of(script, tmp_path), "--precision", precision, "--run-dir", run]
-    device.run(f"{script}.py", *flags, "--num-steps", 1, ranks=2)
-    device.run(f"{script}.py", "--resume", run, "--num-steps", 2, ranks=2)
+    device.run(file, *flags, "--num-steps", 1, ranks=2)
+    device.run(file, "--resume", run, "--num-steps", 2, ranks=2)
     assert [line["step"] for line in numbers_of(run)] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("script", ALL)
 def test_in_float32_the_numbers_are_those_of_a_run_on_the_cpu(device, script, tmp_path):
-    flags = [*flags_of(script, tmp_path), "--precision", "float32", "--run-dir"]
-    device.run(f"{script}.py", *flags, tmp_path / "cuda")
-    finish(start(script, [*flags, tmp_path / "cpu"]))
+    flags, file = [*flags_of(script, tmp_path), "--precision", "float32", "--run-dir"], file_of(script, tmp_path)
+    device.run(file, *flags, tmp_path / "cuda")
+    run_file(file, *flags, tmp_path / "cpu")
     for ours, expected in zip(numbers_of(tmp_path / "cuda"), numbers_of(tmp_path / "cpu"), strict=True):
         if script == "dpo" and ours["step"] == 1:  # of a policy that is the reference, told apart by rounding
             del ours["pair/accuracy"], expected["pair/accuracy"]

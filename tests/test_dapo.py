@@ -89,8 +89,21 @@ def test_advantages_are_centred_and_0_without_a_difference():
     helpers.check_advantages(dapo.compute_advantages)
 
 
-def test_a_short_run_learns(tmp_path):
-    helpers.check_learning(dapo, tmp_path / "run")
+def test_a_short_run_in_bfloat16_learns(tmp_path):
+    """Ten steps of a large learning rate raise accuracy and length; test_grpo.py has a run in float32."""
+    sizes = {"num_steps": 10, "prompts_per_step": 8, "minibatch_size": 32, "max_completion_length": 40, "seed": 1}
+    evaluation = {"eval_every": 10, "eval_prompts": 64, "save_every": 10, "precision": "bfloat16"}
+    lines = helpers.train(dapo, tmp_path / "run", learning_rate=4e-4, warmup_steps=2, **sizes, **evaluation)
+    assert [line["step"] for line in lines] == list(range(11))
+    assert lines[-1]["eval/accuracy"] > lines[0]["eval/accuracy"] + 0.25
+    lengths = [line["rollout/length_mean"] for line in lines[1:]]
+    assert sum(lengths[-3:]) > sum(lengths[:3]) + 6
+    for line in lines[1:]:
+        assert all(math.isfinite(value) for value in line.values())
+        assert line["optim/grad_norm"] > 0
+        assert line["policy/approx_kl"] > 0  # the second minibatch is off-policy
+        assert 0 < line["policy/sampler_kl"] < 1e-3
+    assert min(shares_changed(tmp_path / "run" / "checkpoint")) > 0.5  # rows of unused tokens stay
 
 
 # ---- rounds of dynamic sampling, with scripted completions

@@ -63,7 +63,3 @@ def test_what_does_not_matter(check):
 
 def test_advantages_are_centred_and_0_without_a_difference():
     helpers.check_advantages(gspo.compute_advantages)
-
-
-def test_a_short_run_learns(tmp_path):
-    helpers.check_learning(gspo, tmp_path / "run")

@@ -187,8 +187,9 @@ def mean(lines, key):
     return sum(line[key] for line in lines) / len(lines)
 
 
-def test_ppo_raises_the_score(tmp_path):
-    sizes = {"num_steps": 12, "prompts_per_step": 32, "minibatch_size": 16, "update_epochs": 2, "eval_prompts": 16}
+def test_ppo_raises_the_score(tmp_path, monkeypatch):
+    monkeypatch.setattr(ppo_rlhf, "NORM_SAMPLES", 128)
+    sizes = {"num_steps": 10, "prompts_per_step": 32, "minibatch_size": 16, "update_epochs": 2, "eval_prompts": 16}
     rates = {"learning_rate": 4e-4, "value_learning_rate": 1e-3, "warmup_steps": 2, "kl_coef": 0.02}
     first, *lines = train(ppo_rlhf, tmp_path / "run", **sizes, **rates)
     assert abs(lines[0]["score/mean"]) < 0.7  # normalised on samples of the initial model; 4 standard errors

@@ -73,7 +73,3 @@ def test_what_does_not_matter(check):
 @pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out"])
 def test_advantages_are_centred_and_0_without_a_difference(baseline):
     helpers.check_advantages(partial(reinforce.compute_advantages, baseline=baseline))
-
-
-def test_a_short_run_learns(tmp_path):
-    helpers.check_learning(reinforce, tmp_path / "run")

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import train
-from tiny import TINY, add_pairs, assistant, load, make_tokenizer, user, write_jsonl
+from tiny import ROOT, TINY, add_pairs, assistant, load, make_tokenizer, read_jsonl, user, write_jsonl
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -164,8 +164,9 @@ def test_loss_and_gradient_are_those_of_the_trained_tokens_alone(tokenizer, rows
 
 def test_a_run_from_random_weights_learns(tmp_path):
     run = tmp_path / "run"
-    sizes = {"num_steps": 30, "warmup_steps": 3, "eval_every": 30, "eval_prompts": 64, "save_every": 30}
-    lines = train(sft, run, **sizes)
+    rows = read_jsonl(ROOT / "data" / "addition" / "sft.jsonl")[:1024]
+    settings = {"num_steps": 20, "warmup_steps": 3, "eval_every": 20, "eval_prompts": 16, "minibatch_size": 32}
+    lines = train(sft, run, dataset=write_jsonl(tmp_path / "rows.jsonl", rows), learning_rate=3e-3, **settings)
     assert lines[0]["eval/loss"] > 3
     assert lines[-1]["eval/loss"] < 2.5
     model = AutoModelForCausalLM.from_pretrained(run / "checkpoint")

@@ -297,14 +297,14 @@ def write_rows(path, rows):
 
 
 def make_main_args(script, folder=None, **settings):
-    """Settings of a short run; what learns from a large file of rows gets a few of them, in the folder."""
+    """Settings of a short run; with a folder, on a few rows that are written into it."""
     sizes = {"num_steps": 4, "prompts_per_step": 4, "group_size": 4, "minibatch_size": 8, "max_completion_length": 24}
     sizes |= {"eval_every": 2, "eval_prompts": 8, "save_every": 2, "warmup_steps": 0}
     if script is ppo_rlhf:
         sizes["minibatch_size"] = 4
     files = {"sft": "addition/sft.jsonl", "dpo": "preferences/train.jsonl", "reward_model": "preferences/train.jsonl"}
-    if folder and script.__name__ in files:
-        rows = read_jsonl(ROOT / "data" / files[script.__name__])[:64]
+    if folder:
+        rows = read_jsonl(ROOT / "data" / files.get(script.__name__, "addition/train.jsonl"))[:64]
         sizes["dataset"] = write_jsonl(folder / "rows.jsonl", rows)
     given = sizes | {"learning_rate": 1e-3} | settings
     return parse(script, **{name: value for name, value in given.items() if hasattr(script.Args, name)})
