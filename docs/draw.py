@@ -51,7 +51,7 @@ FLOW = table("""
     rewards | (B,) | compute_advantages | as (B/G, G) = ({prompts_per_step}, {group_size})
     advantages | (B,); batch has all tensors but rewards
     minibatches | {updates} × {minibatch_size} shuffled indices of completions | compute_logprobs | of policy and ref
-    old_logprobs, ref_logprobs | (B, T); first minibatch: old_logprobs from its own pass | microbatches | ≤ {microbatch_tokens} tokens
+    old_logprobs, ref_logprobs | (B, T); of minibatch 1: its own pass | microbatches | ≤ {microbatch_tokens} tokens
     part | b completions: (b, P), (b, T), (b,) | token_logprobs | of policy, with gradient
     logprobs, entropies | (b, T) | policy_loss | with the other tensors of part
     loss | sum over b completions; (loss / divisor).backward() | step_optimizer | after the last part

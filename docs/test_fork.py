@@ -45,6 +45,7 @@ DETACHED = NO_GRAD + ENTROPIES
 [DEVIATION] = re.findall(r"^    (advantages = centred .*)\n", PAGE, re.MULTILINE)
 COPY = "    cp grpo.py {0}.py\n    sed -n '/^--- {0}.py/,/^```$/p' docs/fork.md | git apply -p0\n"
 SIZES = {"prompts_per_step": 4, "group_size": 4, "minibatch_size": 8, "warmup_steps": 0, "learning_rate": 4e-4}
+SIZES["dataset"] = ROOT / "data" / "addition" / "test.jsonl"  # of 512 rows
 TWO_GROUPS = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 0.0]), 3
 WRONG = {  # {mistake in the loss of cispo.py: (old text, new text)}
     "the gradient goes through the ratio": (".clamp(max=1 + clip_eps_high).detach()", ".clamp(max=1 + clip_eps_high)"),
@@ -114,7 +115,7 @@ def train(fork, folder, **settings):
     """Train for two steps of two minibatches; return metrics, samples, and the divisors."""
     with pytest.MonkeyPatch.context() as patch:
         calls = record(patch, fork, "accumulate_gradients")
-        fork.main(parse(fork, run_dir=folder, num_steps=2, eval_prompts=4, seed=3, **SIZES | settings))
+        fork.main(parse(fork, run_dir=folder, num_steps=2, eval_prompts=8, seed=3, **SIZES | settings))
     lines, samples = read_jsonl(folder / "metrics.jsonl"), read_jsonl(folder / "samples.jsonl")
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert all(math.isfinite(value) for line in lines for value in line.values())

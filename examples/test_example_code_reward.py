@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -230,12 +231,12 @@ def prelude(tmp_path):
 
 
 @boxed
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_program_earns_nothing_and_ends(name, monkeypatch, prelude):  # noqa: ARG001
-    monkeypatch.setattr(code_reward, "SECONDS", 2)
-    assert code_reward.reward_fn(completion(HOSTILE[name]), TESTS) == 0
-    if name == "a flood of values":  # which is cut off
-        assert len(code_reward.run(HOSTILE[name], ["add(2, 3)"])) == 2**20
+def test_hostile_programs_earn_nothing_and_end(monkeypatch, prelude):  # noqa: ARG001
+    monkeypatch.setattr(code_reward, "SECONDS", 3)
+    with ThreadPoolExecutor(len(HOSTILE)) as pool:  # side by side: many of them go on to the limit
+        rewards = pool.map(lambda program: code_reward.reward_fn(completion(program), TESTS), HOSTILE.values())
+    assert dict(zip(HOSTILE, rewards)) == dict.fromkeys(HOSTILE, 0)
+    assert len(code_reward.run(HOSTILE["a flood of values"], ["add(2, 3)"])) == 2**20  # which is cut off
 
 
 @boxed

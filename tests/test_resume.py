@@ -19,8 +19,8 @@ from tiny import ROOT, write_jsonl
 
 import sft
 
-SHORT = "--num-steps 6 --eval-prompts 8 --eval-every 3 --save-every 2 --warmup-steps 2 --seed 5".split()
-GROUPS = [*SHORT, *"--prompts-per-step 4 --group-size 4 --max-completion-length 32".split()]
+SHORT = "--num-steps 6 --eval-prompts 4 --eval-every 3 --save-every 2 --warmup-steps 2 --seed 5".split()
+GROUPS = [*SHORT, *"--prompts-per-step 4 --group-size 4 --max-completion-length 16".split()]
 GRPO = [*GROUPS, "--minibatch-size", "8"]
 FLAGS = {"reinforce": GROUPS, "sft": [*SHORT, "--minibatch-size", "8"]}
 ADAPTERS = ["--lora-rank", "2", "--precision", "bfloat16"]
