@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 from helpers import each_invariance, gradient_of
-from tiny import TINY, build_model, load, pad_right, read_jsonl, record, relative_error
+from tiny import ROOT, TINY, build_model, load, pad_right, read_jsonl, record, relative_error
 from torch.testing import assert_close
 from two_ranks import gradient_of_parameters
 
@@ -252,7 +252,7 @@ def test_tokens_of_the_tool_have_no_part_in_loss_gradient_or_metrics():
 
 # ---- short runs
 
-SIZES = {"prompts_per_step": 4, "group_size": 4, "minibatch_size": 8}
+SIZES = {"prompts_per_step": 4, "group_size": 4, "minibatch_size": 8, "dataset": ROOT / "data/addition/test.jsonl"}
 
 
 def test_without_replies_it_is_grpo_without_kl_bit_for_bit(monkeypatch, tmp_path):

@@ -399,7 +399,8 @@ def test_checkpoints_are_ordinary_folders_of_one_dtype(kind, precision, toleranc
 
 
 @pytest.mark.parametrize("script", [*SCRIPTS.values(), dpo, sft, ppo_rlhf, reward_model])
-def test_training_moves_what_adapters_reach_and_nothing_else(script, tmp_path):
+def test_training_moves_what_adapters_reach_and_nothing_else(script, tmp_path, monkeypatch):
+    monkeypatch.setattr(ppo_rlhf, "NORM_SAMPLES", 16)
     settings = {"num_steps": 2, "save_every": 2, "eval_prompts": 0, "lora_rank": 2}
     if script in (sft, reward_model):
         settings |= {"model": TINY, "minibatch_size": 8}

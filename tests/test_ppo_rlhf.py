@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import each_invariance, enumerate_rows, gradient_of, read_oracle, tensor
 from preference_ranks import INPUTS, PAIRS, TEXTS, build_actor_critic, build_scorer, make_ppo_batch
-from tiny import add_pairs, build_model, pad_right, record, relative_error, write_rows
+from tiny import ROOT, add_pairs, build_model, pad_right, record, relative_error, write_rows
 from torch.testing import assert_close
 from two_ranks import gradient_of_parameters
 
@@ -350,6 +350,7 @@ def test_rows_with_text_or_as_in_sft(tmp_path, capsys, tokenizer, rows, parts, d
 def run(folder, **settings):
     """A short run without a reward model."""
     sizes = {"prompts_per_step": 8, "minibatch_size": 4, "max_completion_length": 8, "eval_prompts": 0}
+    sizes["dataset"] = ROOT / "data" / "addition" / "test.jsonl"
     settings = {"reward_model": "none", "update_epochs": 1, "seed": 3} | sizes | settings
     return helpers.train(ppo_rlhf, folder, **settings)
 
