@@ -39,7 +39,8 @@ NAMES["OF_ONE_TOKEN"] = (
 
 # Every process of tests is forked from one that has imported the large libraries.
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["torch.distributed.fsdp", "transformers", "datasets", "wandb", "tyro", "pytest"])
+PRELOAD = "torch.distributed.fsdp transformers.models.llama.modeling_llama transformers.models.qwen3.modeling_qwen3"
+SERVER.set_forkserver_preload([*PRELOAD.split(), "datasets", "wandb", "tyro", "pytest"])
 
 MUTANTS = (Path(__file__).resolve().parent / "mutants.txt").read_text(encoding="utf-8")
 
