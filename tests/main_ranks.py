@@ -66,7 +66,9 @@ def run(name, folder):
     script.init_ranks = lambda: torch.device("cpu")  # all scripts share one group of ranks, which end_run would end
     script.save = script.end_run = script.check_model = lambda *_: None
     torch.set_float32_matmul_precision("highest")  # use_bfloat16 of another case may have set it
-    script.main(make_args(name, folder, name))
+    args = make_args(name, folder, name)
+    dist.barrier()  # as init_ranks would: no rank makes the folder before all have read their flags
+    script.main(args)
     return {"rollouts": rollouts, "divisors": divisors}
 
 

@@ -253,7 +253,9 @@ for name, settings in json.loads(sys.argv[1]).items():
     script = importlib.import_module(name)
     script.NORM_SAMPLES = 16
     script.init_ranks, script.end_run = lambda: ranks, lambda *_: None  # one group of ranks for all runs
-    script.main(parse(script, **settings))
+    args = parse(script, **settings)
+    torch.distributed.barrier()  # as init_ranks would: no rank makes the folder before all have read their flags
+    script.main(args)
     script.main(parse(script, resume=settings["run_dir"], num_steps=3))
 torch.distributed.destroy_process_group()
 """
