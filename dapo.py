@@ -6,10 +6,12 @@ https://arxiv.org/abs/2503.14476v2, equations 8 to 13.
     J(θ) = E_q 1/Σᵢ|oᵢ| Σᵢ Σₜ wᵢₜ min(rᵢₜ Aᵢ, clip(rᵢₜ, 1 − ε_low, 1 + ε_high) Aᵢ)   over q with 0 < #right < G
 
     q, oᵢ     prompt, and the i-th of its G completions; |oᵢ| counts its tokens, the stop token included
-    rᵢₜ       π_θ(oᵢₜ) / π_old(oᵢₜ), π_old being the policy before the step's first update
+    π(oᵢₜ)    the probability of the t-th token, given q and the tokens before it
+    rᵢₜ       π_θ(oᵢₜ) / π_old(oᵢₜ); π_old is the policy before the step's first update
     Aᵢ        (Rᵢ − mean R) / std R over the group, the same for every token of a completion
-    Rᵢ        +1 if the final answer is right, −1 if not; reduced by up to 1 near the length limit (eq. 13)
-    wᵢₜ       min(π_old(oᵢₜ) / π_sampler(oᵢₜ), --sampler-weight-cap): the sampler rounds differently
+    Rᵢ        2 r − 1 for a reward r of 0 or 1 (reward/mean); reduced by up to 1 near the length limit (eq. 13)
+    wᵢₜ       min(π_old(oᵢₜ) / π_sampler(oᵢₜ), --sampler-weight-cap); the sampler has the weights of π_old, but computes
+              token by token with a cache, so bfloat16 rounds differently
     ε_low, ε_high   --clip-eps-low, --clip-eps-high: tokens have more room to become likelier than to become rarer
 
 Compared with grpo.py
@@ -19,26 +21,29 @@ Compared with grpo.py
 - Soft overlong penalty: near --max-completion-length a completion loses reward.
 
 Departures from the paper
-- The weight w, which is close to 1, corrects for the rounding of the sampler (Yao et al. 2025, "Your Efficient RL
-  Framework Secretly Brings You Off-Policy RL Training").
+- The weight w (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training") is near 1.
 - The token mean is over the whole optimizer step, as in the authors' code; eq. 8 is per prompt, then over prompts.
-- The trained reward is 2 R − 1 for a reward R of 0 or 1, so that reward/mean means the same as in the other scripts.
-- The standard deviation (with G − 1) gets 1e-4 added, and equal rewards have advantage 0. The paper mentions neither.
-- A rollout is used for four optimizer steps (two with the small model); the paper makes sixteen.
-- With bfloat16, the float32 weights start with random low bits. The blocks' rounding hides them at first, but they let
-  small steps change some of the rounded weights (see add_rounding_noise).
+- The standard deviation (divisor G − 1) gets 1e-4 added, and equal rewards have advantage 0; the paper says neither.
+- A rollout is used for four optimizer steps (two with TINY); the paper makes sixteen. G is 8, a step has 64 groups, and
+  completions have at most 1,024 tokens; the paper has 16, 512 and 20,480. The learning rate is the paper's.
+- AdamW's betas are 0.9 and 0.95, and gradients are clipped to norm 1. The paper does not give its own.
+- With bfloat16, the float32 weights start with noise below its resolution, because small steps would be rounded away:
+  ten steps of 1e-6 lower a loss of SmolLM2 from 2.84 to 2.46 with the noise, and to 2.82 without (docs/precision.md).
 
     python dapo.py
     python dapo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k:main --group-size 8
 
-The defaults below are for real models. models/tiny/config.json replaces some of them for the first command.
+The first command runs the settings TINY below, the second those of Args.
 """
 
+import argparse
 import contextlib
+import glob
 import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -46,7 +51,6 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
-from decimal import Decimal
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -55,23 +59,23 @@ from typing import Literal
 # Idle OpenMP threads spin, which slows a busy machine down; let them sleep. This must be set before torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import pandas
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tyro
-import wandb
-from datasets import load_dataset
+from datasets import Dataset, load_dataset
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 HERE = Path(__file__).parent
-RANK = int(os.environ.get("RANK", 0))  # torchrun sets these two
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+RANK = int(os.environ.get("RANK", 0))  # torchrun sets RANK and WORLD_SIZE
+WORLD_SIZE = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
 
 
 @dataclass
@@ -94,7 +98,9 @@ class Args:
 
     # model and data
     model: str = str(HERE / "models/tiny")
-    """folder or Hugging Face name of a causal language model; "task_defaults" in its config.json replaces defaults"""
+    """folder or Hugging Face name of a causal language model"""
+    tiny: bool = False
+    """use the settings TINY, those of the bundled model, for a checkpoint of it"""
     dataset: str = str(HERE / "data/addition")
     """file, folder or Hugging Face NAME[:CONFIG[:SPLIT]] with the columns prompt (or question, problem) and answer
     (or solution, ground_truth); the columns system and tools are read, too"""
@@ -152,20 +158,26 @@ class Args:
     """log to Weights & Biases as well (WANDB_MODE=offline works)"""
 
 
-# The next three functions are the reward. Edit any of them.
+# `python dapo.py` trains the bundled model with these settings. --tiny gives them to a checkpoint of it, too.
+TINY = {"learning_rate": 1.5e-4, "warmup_steps": 8, "num_steps": 20, "prompts_per_step": 16, "minibatch_size": 64}
+TINY |= {"system_prompt": "", "max_prompt_length": 32, "max_completion_length": 48, "eval_prompts": 512}
+TINY |= {"microbatch_tokens": 1024, "precision": "float32"}
 
 
-def is_right(completion, answer):
-    """Return whether the final answer of a completion equals a row's answer; evaluations count this as accuracy."""
+# The next three functions are the reward. Edit any of them. Evaluations count is_correct as accuracy.
+
+
+def is_correct(completion, answer):
+    """Return whether the final answer of a completion equals a row's answer."""
     if answer is None:
         raise ValueError("no column answer, solution or ground_truth: rename a column, or write a reward of your own")
-    given = parse_answer(extract_answer(completion) or "")
-    return given != "" and given == parse_gold(answer)
+    extracted = parse_answer(extract_answer(completion) or "")
+    return extracted != "" and extracted == parse_gold(answer)
 
 
 def reward_fn(completion, answer):
-    """Return the reward of one completion. Both arguments are texts: an answer 148 in a file is "148"."""
-    return float(is_right(completion, answer))
+    """Return the reward of one completion. An answer is a text, "148" for a number, or None without such a column."""
+    return float(is_correct(completion, answer))
 
 
 def score_completions(completions, rows):
@@ -184,13 +196,13 @@ def compute_advantages(rewards, group_size):
     groups = rewards.view(-1, group_size)  # (B/G, G)
     centred = groups - groups.mean(1, keepdim=True)
     advantages = centred / (groups.std(1, keepdim=True) + 1e-4)
-    # The float32 mean of equal rewards may differ from them by rounding, so their advantages would not be exactly 0.
+    # The float32 mean of equal rewards may differ from them by rounding. Advantages of exactly 0 save main a pass.
     equal = (groups == groups[:, :1]).all(1, keepdim=True)
     return torch.where(equal, 0.0, advantages).view(-1)  # (B,)
 
 
 def k3(log_ratio):
-    """Estimate KL(p || q) from log(q / p) at samples of p (Schulman's k3): never negative, and right in the mean."""
+    """Estimate KL(p || q) from log(q / p) at samples of p (Schulman's k3): unbiased, and never negative."""
     return log_ratio.expm1() - log_ratio  # expm1(x) is exp(x) - 1 without rounding errors near 0
 
 
@@ -206,23 +218,24 @@ def policy_loss(
 ):
     """The negative of eq. 8, summed over tokens; the caller divides by those of the optimizer step.
 
-    advantages (B,), all else (B, T). Metrics are pairs (sum, count), over tokens.
+    advantages (B,), all else (B, T). Only logprobs get a gradient. Metrics are pairs (sum, count), over tokens.
     """
     mask = completion_mask.bool()
-    advantages = advantages.unsqueeze(1)  # (B, 1)
-    # What stands at masked places must not matter, not even inf or nan: set it to 0 before exp.
+    old_logprobs = old_logprobs.detach()
+    advantages = advantages.detach().unsqueeze(1)  # (B, 1)
+    # Other code may leave inf or nan at masked places: set them to 0 before exp.
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
     ratio = log_ratio.exp()  # (B, T)
     clipped_ratio = ratio.clamp(1 - clip_eps_low, 1 + clip_eps_high)
     token_loss = -torch.min(ratio * advantages, clipped_ratio * advantages)  # (B, T)
-    sampler_log_ratio = torch.where(mask, old_logprobs - sampler_logprobs, 0.0)
+    sampler_log_ratio = torch.where(mask, old_logprobs - sampler_logprobs, 0.0).detach()
     weight = sampler_log_ratio.exp().clamp(max=sampler_weight_cap)  # (B, T)
     loss = torch.where(mask, weight * token_loss, 0.0).sum()
 
     num_tokens = mask.sum()
-    # Masked places have a ratio of 1, so they count nothing.
+    # At masked places all log-ratios are 0 and ratios 1, so they add nothing to these sums.
     metrics = {
-        "policy/approx_kl": (k3(log_ratio.detach()).sum(), num_tokens),
+        "policy/approx_kl": (k3(log_ratio.detach()).sum(), num_tokens),  # 0 in the first update of a step
         "policy/clip_fraction_low": (((ratio < 1 - clip_eps_low) & (advantages < 0)).sum(), num_tokens),
         "policy/clip_fraction_high": (((ratio > 1 + clip_eps_high) & (advantages > 0)).sum(), num_tokens),
         "policy/sampler_kl": (k3(sampler_log_ratio).sum(), num_tokens),
@@ -237,49 +250,56 @@ def overlong_penalty(lengths, max_completion_length, overlong_buffer):
 
 
 def has_signal(rewards, group_size):
-    """Return which groups do not have all rewards equal (eq. 11). rewards (B,) of the rule -> (B/G,)"""
+    """Return which groups do not have all rewards equal (eq. 11). rewards (B,) without the penalty -> (B/G,)"""
     groups = rewards.view(-1, group_size)  # (B/G, G)
     return (groups != groups[:, :1]).any(1)
 
 
-def sample_groups(policy, tokenizer, train_prompts, first, args):
+def sample_groups(policy, tokenizer, train_rows, first, args, signals):
     """Dynamic sampling (section 3.2): sample rounds of prompts, until all ranks have enough groups with signal.
 
-    Prompts are taken from place first on. Return the batch of all completions, their texts, prompts and rewards, and
-    the indices of those to train on.
+    Rows are taken from place first on. Return the batch of all completions, their texts, rows and rewards, and the
+    indices of those to train on; or None, if Ctrl-C may have ended programs that the reward runs.
     """
-    parts, texts, prompts, rewards = [], [], [], []
+    parts, texts, rows, rewards = [], [], [], []
     for _ in range(args.max_rounds):
-        picked = pick_rows(train_prompts, first, args.prompts_per_step, args.seed)[RANK::WORLD_SIZE]
+        picked = pick_rows(train_rows, first, args.prompts_per_step, args.seed)[RANK::WORLD_SIZE]
         first += args.prompts_per_step
-        repeated = [prompt for prompt in picked for _ in range(args.group_size)]
-        part, part_texts = sample_completions(policy, tokenizer, repeated, args.temperature, args)
+        round_rows = [row for row in picked for _ in range(args.group_size)]
+        part, round_texts = sample_completions(policy, tokenizer, round_rows, args.temperature, args)
+        round_rewards = score_completions(round_texts, round_rows)
+        if stop_requested(signals):
+            return None
         parts.append(part)
-        texts += part_texts
-        prompts += repeated
-        rewards += check_rewards(score_completions(part_texts, repeated), part_texts)
-        groups = has_signal(torch.tensor(rewards), args.group_size).nonzero().squeeze(1)[: len(picked)]
-        if all_reduce(len(groups), dist.ReduceOp.MIN) == len(picked):  # all ranks stop together
+        texts += round_texts
+        rows += round_rows
+        rewards += check_rewards(round_rewards, round_texts)
+        kept_groups = has_signal(torch.tensor(rewards), args.group_size).nonzero().squeeze(1)[: len(picked)]
+        if all_reduce(len(kept_groups), dist.ReduceOp.MIN) == len(picked):  # all ranks stop together
             break
+    # Completions are as wide in all rounds, --max-completion-length, but prompts are not: pad them again.
     names = ("completion_ids", "completion_mask", "sampler_logprobs", "truncated")
     batch = {name: torch.cat([part[name] for part in parts]) for name in names}
-    batch["prompt_ids"], batch["prompt_mask"] = pad_left(prompts, policy.model.device)  # to one width for all rounds
-    batch["indices"] = torch.arange(len(prompts), device=policy.model.device)
-    kept = batch["indices"].view(-1, args.group_size)[groups].view(-1)  # (N,)
-    return batch, texts, prompts, rewards, kept
+    batch["prompt_ids"], batch["prompt_mask"] = pad_left(rows, policy.model.device)
+    batch["indices"] = torch.arange(len(rows), device=policy.model.device)
+    kept = batch["indices"].view(-1, args.group_size)[kept_groups].view(-1)  # (N,)
+    return batch, texts, rows, rewards, kept
 
 
-def accumulate_gradients(policy, batch, indices, divisor, is_first, args):
+# A batch is a dictionary of tensors with a row for each of B completions: prompt_ids, prompt_mask (B, P);
+# completion_ids, completion_mask, sampler_logprobs (B, T); advantages (B,); with several updates, old_logprobs (B, T).
+# policy(batch, temperature) returns log-probabilities and entropies (B, T).
+
+
+def accumulate_gradients(policy, batch, indices, divisor, args):
     """Accumulate the gradients of policy_loss / divisor over these completions; return dictionaries of metrics."""
     total_loss = 0.0
     collected = []
     for part in microbatches(batch, indices, args.microbatch_tokens):
         logprobs, entropies = policy(part, args.temperature)
-        if is_first:  # no update has been made, so the policy still is π_old
-            part["old_logprobs"] = logprobs.detach()
         loss, metrics = policy_loss(
             logprobs,
-            part["old_logprobs"],
+            part.get("old_logprobs", logprobs),
             part["sampler_logprobs"],
             part["advantages"],
             part["completion_mask"],
@@ -299,26 +319,22 @@ def main(args):
     device = init_ranks()
     check_args(args)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    train_prompts, eval_prompts = load_prompts(args, tokenizer)
+    train_rows, eval_rows = load_rows(args, tokenizer)
     model = load_model(args.model, tokenizer)
     check_model(model, args)
-    show_first_prompt((train_prompts or eval_prompts)[0], model, tokenizer)
+    show_first_row((train_rows or eval_rows)[0], model, tokenizer)
     if args.lora_rank:
         add_adapters(model, args.lora_rank)
     policy = prepare_model(LogprobModel(model), args, device)
-    # step_optimizer sets the learning rate.
-    optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, (0.9, 0.95), weight_decay=0.0, fused=True)
+    init_moments(optimizer)
+    policy.register_buffer("num_consumed", torch.tensor(0, device=device))  # prompts sampled so far, in the saved state
     last_step = open_run(args, policy, optimizer)
-    stops = catch_signals()
+    signals = catch_signals()
     minibatches_per_epoch = args.prompts_per_step * args.group_size // args.minibatch_size
     buffer_tokens = int(args.overlong_buffer * args.max_completion_length)
-    num_consumed = 0  # prompts sampled so far
-    if last_step > 0 and RANK == 0:
-        last_line = Path(args.run_dir, "metrics.jsonl").read_text().splitlines()[-1]
-        num_consumed = json.loads(last_line)["rollout/prompts_consumed"]
-    num_consumed = int(all_reduce(num_consumed))
-    if last_step == 0 and eval_prompts:
-        log_step(args, 0, evaluate(policy, tokenizer, eval_prompts, args, 0))
+    if eval_rows and not args.resume:
+        log_step(args, 0, evaluate(policy, tokenizer, eval_rows, args, 0))
 
     progress = tqdm(range(last_step + 1, args.num_steps + 1), disable=RANK > 0)
     for step in progress:
@@ -327,9 +343,13 @@ def main(args):
         step_start = time.perf_counter()
 
         # rollout: sample and score groups until enough have signal, and compare each completion with its group
-        batch, texts, prompts, rewards, kept = sample_groups(policy, tokenizer, train_prompts, num_consumed, args)
-        num_prompts = len(prompts) * WORLD_SIZE // args.group_size
-        num_consumed += num_prompts
+        sampled = sample_groups(policy, tokenizer, train_rows, policy.num_consumed.item(), args, signals)
+        if sampled is None:
+            save(args.run_dir, policy, optimizer, tokenizer, step - 1)
+            break
+        batch, texts, rows, rewards, kept = sampled
+        num_prompts = len(rows) * WORLD_SIZE // args.group_size
+        policy.num_consumed += num_prompts
         rewards = torch.tensor(rewards, dtype=torch.float32, device=device)  # (B,)
         penalty = overlong_penalty(batch["completion_mask"].sum(1), args.max_completion_length, buffer_tokens)
         trained_rewards = 2 * rewards - 1 + penalty  # (B,)
@@ -341,20 +361,20 @@ def main(args):
         for _ in range(args.update_epochs):
             shuffled = kept[torch.randperm(len(kept), device=device)]
             minibatches += shuffled.tensor_split(minibatches_per_epoch)  # the same number even if groups are missing
-        # Completions of advantage 0 have no gradient.
-        active = [indices[batch["advantages"][indices] != 0] for indices in minibatches]
-        needed = active[: len(active) // args.update_epochs]  # each completion once
-        if args.update_epochs == 1:  # then accumulate_gradients takes those of the first minibatch from its own pass
-            needed = needed[1:]
-        batch["old_logprobs"] = compute_logprobs(policy, batch, needed, args)
+        token_counts = [batch["completion_mask"][indices].sum().item() for indices in minibatches]
+        # Completions of advantage 0 have no gradient: leave them out, also of the update's metrics.
+        minibatches = [indices[batch["advantages"][indices] != 0] for indices in minibatches]
+        first_epoch = minibatches[: len(minibatches) // args.update_epochs]  # has each completion once
+        if len(minibatches) > 1:  # with a single update, the policy is π_old itself
+            batch["old_logprobs"] = compute_logprobs(policy, batch, first_epoch, args)
 
         # update: one optimizer step per minibatch
         collected = [rollout_metrics(batch, rewards, args.group_size)]
         collected.append({"reward/trained_mean": (trained_rewards.sum(), len(trained_rewards))})
         for update, indices in enumerate(minibatches):
-            # tokens of the optimizer step, also of completions left out; FSDP then takes the mean over ranks
-            divisor = max(1, all_reduce(batch["completion_mask"][indices].sum().item())) / WORLD_SIZE
-            collected += accumulate_gradients(policy, batch, active[update], divisor, update == 0, args)
+            # tokens of all ranks, also of completions left out; FSDP takes the mean over ranks
+            divisor = max(1, all_reduce(token_counts[update])) / WORLD_SIZE
+            collected += accumulate_gradients(policy, batch, indices, divisor, args)
             optimizer_step = (step - 1) * len(minibatches) + update + 1
             learning_rate = args.learning_rate * min(1.0, optimizer_step / max(1, args.warmup_steps))
             grad_norm = step_optimizer(policy, optimizer, learning_rate, args.max_grad_norm)
@@ -365,74 +385,82 @@ def main(args):
         check_sampler(metrics)
         metrics["rollout/rounds"] = num_prompts // args.prompts_per_step
         metrics["rollout/groups"] = all_reduce(len(kept)) / args.group_size
-        metrics["rollout/prompts_consumed"] = num_consumed
+        metrics["rollout/prompts_consumed"] = policy.num_consumed.item()
         metrics["optim/learning_rate"] = learning_rate
         metrics["perf/rollout_seconds"] = rollout_end - step_start
         metrics["perf/step_seconds"] = time.perf_counter() - step_start
-        stopping = all_reduce(len(stops)) > 0
-        if eval_prompts and not stopping and (step % args.eval_every == 0 or step == args.num_steps):
-            metrics |= evaluate(policy, tokenizer, eval_prompts, args, step)
+        stopping = stop_requested(signals)
+        if eval_rows and not stopping and (step % args.eval_every == 0 or step == args.num_steps):
+            evaluation = evaluate(policy, tokenizer, eval_rows, args, step)
+            stopping = stop_requested(signals)  # then it may be wrong, as a rollout may be
+            if not stopping:
+                metrics |= evaluation
         log_step(args, step, metrics)
-        log_group(args, step, prompts[0], texts[: args.group_size], rewards[: args.group_size].tolist())
+        log_group(args, step, rows[0], texts[: args.group_size], rewards[: args.group_size].tolist())
         progress.set_postfix(reward=metrics["reward/mean"])
         if stopping or step % args.save_every == 0 or step == args.num_steps:
             save(args.run_dir, policy, optimizer, tokenizer, step)
         if stopping:
             break
 
-    end_run(args, stops)
+    end_run(args, signals)
 
 
-# ---- below: what the scripts of this repository share, as identical copies, in the order of use
+# ---- below: what several scripts share, as identical copies, in the order of use
 
+PATHS = ("model", "dataset")  # flags that may name a file or folder
 PROMPT_COLUMNS = ("prompt", "question", "problem")
 ANSWER_COLUMNS = ("answer", "solution", "ground_truth")
 READ_COLUMNS = (*PROMPT_COLUMNS, *ANSWER_COLUMNS, "system", "tools")
+FORMATS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
 EVAL_SAMPLES = 4  # completions per held-out prompt, for pass@1 and pass@4
 LORA_ALPHA = 32  # an adapter's output is multiplied by alpha / rank
-LINEAR_LAYERS = ("Linear", "FalconLinear")  # classes that get adapters; other subclasses, such as routers, do more
+LINEAR_LAYERS = ("Linear", "FalconLinear")  # classes that get adapters; subclasses, such as routers, may do more
 
 # A progress bar within a step, which appears after five seconds.
 inner_bar = partial(tqdm, leave=False, delay=5, disable=RANK > 0)
 
 
 def parse_args():
-    """Read the flags; defaults are the settings of the run to resume, or those in the model's config.json."""
-    flags = [flag.replace("=~/", f"={Path.home()}/") for flag in sys.argv[1:]]  # shells leave the ~ of --flag=~/x
-    args = tyro.cli(Args, args=flags)  # only for --model and --resume, which say where the defaults are
-    if args.resume:
-        file = Path(args.resume, "args.json")
+    """Read the flags. Their defaults are TINY, those of Args or, with --resume, the settings of the run."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--model")
+    first.add_argument("--tiny", action=argparse.BooleanOptionalAction)
+    first.add_argument("--resume")
+    given, _ = first.parse_known_args()
+    defaults = {}
+    if given.resume:
+        file = Path(given.resume, "args.json")
         if not file.exists():
-            raise SystemExit(f"--resume {args.resume}: this is not the folder of a run, {file} does not exist")
+            raise SystemExit(f"--resume {given.resume}: this is not the folder of a run, {file} does not exist")
         settings = json.loads(file.read_text())
-        script = Path(sys.argv[0]).name  # the started file, which may import this one
-        started = settings.pop("script", script)
-        if started != script:
-            raise SystemExit(f"--resume {args.resume}: this run was started with {started}, not with {script}")
-        settings["run_dir"] = ""  # the same folder again, unless --run-dir names another
-    else:
-        config, _ = PreTrainedConfig.get_config_dict(args.model)
-        if "quantization_config" in config:
-            raise SystemExit(f"{args.model} is quantized: train the model that it was made from")
-        settings = config.get("task_defaults", {})
-        settings |= settings.get(Path(__file__).name, {})  # for this script alone
-        settings = {name: value for name, value in settings.items() if name in vars(args)}  # not those of other scripts
-        if RANK == 0:
-            print(f"defaults from the model's config.json (your flags replace them): {settings}")
-    args = tyro.cli(Args, args=flags, default=Args(**settings))
-    if args.resume and args.lora_rank != settings["lora_rank"]:
-        raise SystemExit(f"--resume {args.resume}: --lora-rank must stay {settings['lora_rank']}")
+        unknown = sorted(settings.keys() - vars(Args()).keys() - {"script"})
+        if unknown and RANK == 0:
+            print(f"{file}: settings that this version does not have are ignored: {', '.join(unknown)}")
+        defaults = {name: value for name, value in settings.items() if name in vars(Args())}
+        defaults["run_dir"] = ""  # the same folder again, unless --run-dir names another
+    elif given.tiny or given.model is None:
+        defaults = TINY
+    args = tyro.cli(Args, default=Args(**defaults))
+    for name in PATHS:  # absolute, because a run may be resumed from another folder
+        path = getattr(args, name)
+        if path and Path(path).exists():
+            setattr(args, name, os.path.abspath(path))
+    if args.resume:
+        current = vars(args) | {"script": Path(sys.argv[0]).name}  # the started file, which may import this one
+        for name in ("script", "dataset", "eval_prompts", "lora_rank"):  # others would train on held-out rows, or fail
+            if current[name] != settings.get(name, current[name]):
+                raise SystemExit(f"--resume {args.resume}: {name} must stay {settings[name]}, as in {file}")
     if args.run_dir and Path(args.run_dir).exists():
         raise SystemExit(f"--run-dir {args.run_dir} exists: name a new folder, or give --resume {args.run_dir} alone")
-    for name in ("model", "dataset"):  # a run may be resumed in another folder
-        path = Path(getattr(args, name))
-        if path.exists():
-            setattr(args, name, os.path.abspath(path))
     return args
 
 
 def init_ranks():
     """Join the process group of torchrun, or make a group of one; return this rank's device."""
+    if hasattr(sys.stdout, "reconfigure"):  # a notebook's has none
+        sys.stdout.reconfigure(errors="replace")  # a letter that the terminal lacks must not end a run
     device = torch.device("cpu")
     backend = "gloo"
     if torch.cuda.is_available():
@@ -440,10 +468,9 @@ def init_ranks():
         backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timedelta(hours=2))
-    elif not dist.is_initialized():
+        dist.init_process_group(backend, timeout=timedelta(hours=2))  # ranks may sample for very different times
+    elif not dist.is_initialized():  # it is in a notebook, after a run that failed
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        sys.excepthook = sys.__excepthook__  # a traceback of a single process needs no "[rank0]:" in each line
     return device
 
 
@@ -469,97 +496,100 @@ def multiplies_bfloat16():
     return torch.cpu.get_capabilities().get("avx512_bf16", False)
 
 
-def load_prompts(args, tokenizer):
-    """Load training prompts and held-out prompts."""
-    train_rows, held_out_rows = load_splits(args.dataset, args.eval_prompts)
-    eval_prompts = read_prompts("held-out", held_out_rows, [], args, tokenizer)
-    held_out = {tuple(prompt["prompt_ids"]) for prompt in eval_prompts}
-    train_prompts = read_prompts("training", train_rows, held_out, args, tokenizer)
-    if args.num_steps > 0 and not train_prompts:
-        raise SystemExit(f"{args.dataset}: no prompt is left for training")
-    return train_prompts, eval_prompts
+def load_rows(args, tokenizer):
+    """Load training rows and held-out rows."""
+    train_split, held_out_split = load_splits(args.dataset, args.eval_prompts)
+    eval_rows = read_rows("held-out", held_out_split, [], args, tokenizer)
+    held_out = {tuple(row["prompt_ids"]) for row in eval_rows}
+    train_rows = read_rows("training", train_split, held_out, args, tokenizer)
+    if args.num_steps > 0 and not train_rows:
+        raise SystemExit(f"{args.dataset}: no row is left for training")
+    return train_rows, eval_rows
 
 
 def load_splits(name, num_held_out):
-    """Load training rows, and rows to hold out, whose prompts are dropped from training when rows are read."""
-    path, _, rest = name.partition(":")  # NAME, NAME:CONFIG or NAME:CONFIG:SPLIT
-    config, _, split = rest.partition(":")
-    train = split or "train"
-    file_type = Path(name.removesuffix(".gz")).suffix
+    """Load training rows and rows to hold out, whose prompts are taken out when training rows are read.
+
+    Rows are held out of the split test, else of validation, else of train; beside train_sft, these are test_sft, ...
+    """
+    path, config, split = name, None, ""
+    if not Path(name).exists():  # NAME, NAME:CONFIG or NAME:CONFIG:SPLIT
+        path, config, split, *_ = [*name.split(":"), "", ""]
+    file_type = Path(name.lower().removesuffix(".gz")).suffix
     try:
-        if file_type in (".csv", ".tsv"):
-            separator = {".csv": ",", ".tsv": "\t"}[file_type]
-            # Read blanks as "": as missing values they would turn whole numbers into floats. No column is an index.
-            splits = load_dataset("csv", data_files=name, sep=separator, keep_default_na=False, index_col=False)
-        elif file_type in (".json", ".jsonl", ".ndjson"):
-            splits = load_dataset("json", data_files=name)
-        elif file_type == ".parquet":
-            splits = load_dataset("parquet", data_files=name)
+        if file_type in SEPARATORS:
+            # All columns are texts, as they stand in the file: no 7 for 007, and no missing value for NA.
+            table = pandas.read_csv(name, sep=SEPARATORS[file_type], dtype=str, keep_default_na=False, index_col=False)
+            splits = {"train": Dataset.from_pandas(table)}
+        elif file_type in FORMATS:
+            splits = load_dataset(FORMATS[file_type], data_files=glob.escape(name))
         else:
             splits = load_dataset(path, config or None)
-    except Exception as error:  # the cause of one of datasets' own errors says more
+    except Exception as error:  # datasets wraps the error that says more
         raise SystemExit(f"{name} cannot be read: {error.__cause__ or error!r}") from error
-    # Hold out rows of the test split, else of validation, else of the training split. With train_sft it is test_sft.
+    train = split or "train"
     candidates = [train.replace("train", kind) for kind in ("test", "validation", "train")]
-    found = [candidate for candidate in candidates if candidate in splits]
-    if not found or (split and split not in splits):
+    candidates = [candidate for candidate in candidates if candidate in splits]
+    if not candidates or (split and split not in splits):
         raise SystemExit(f"{name} has only the splits {list(splits)}: name one of them, as in NAME:CONFIG:SPLIT")
-    rows = splits[found[0]]
-    most = len(rows)
-    if found[0] == train:
-        most = len(rows) // 5
-    if num_held_out < 0 or num_held_out > most:
-        num_held_out = most
+    rows = splits[candidates[0]]
+    limit = len(rows)
+    if candidates[0] == train:
+        limit = len(rows) // 5
+    if num_held_out < 0 or num_held_out > limit:
+        num_held_out = limit
     if RANK == 0:
         unread = [column for column in rows.column_names if column not in READ_COLUMNS]
-        print(f"{name}: {num_held_out} of {len(rows)} rows of split {found[0]} are held out; unread columns: {unread}")
+        print(f"{name}: {num_held_out} of {len(rows)} rows of {candidates[0]} are held out; unread columns: {unread}")
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
     held_out = rows.select(order[:num_held_out].sort().values)
     return splits.get(train, []), held_out
 
 
-def read_prompts(kind, rows, held_out, args, tokenizer):
-    """Read a split's prompts, without those whose ids are held out; print how many were dropped, and why."""
-    prompts, dropped = [], Counter()
+def read_rows(kind, rows, held_out, args, tokenizer):
+    """Read a split's rows, without those whose prompts are held out; print how many were dropped, and why."""
+    kept, dropped = [], Counter()
     for number, row in enumerate(rows):
         try:
-            prompt, reason = read_prompt(row, args, tokenizer)
-            if number == 0 and not reason and prompt["answer"] is None:
-                score_completions([""], [prompt])  # the default reward says here that it needs an answer
+            row_read, reason = read_row(row, args, tokenizer)
         except Exception as error:
             raise SystemExit(f"{args.dataset}, {kind} row {number}: {error!r}; the row is {row!r:.300}") from error
-        if not reason and tuple(prompt["prompt_ids"]) in held_out:
+        if not reason and tuple(row_read["prompt_ids"]) in held_out:
             reason = "held out, or with a held-out prompt"
         if reason:
             dropped[reason] += 1
         else:
-            prompts.append(prompt)
-    if RANK == 0:
-        unknown = sum(tokenizer.unk_token_id in prompt["prompt_ids"] for prompt in prompts)
-        print(f"{len(prompts)} {kind} rows, dropped: {dict(dropped)}, prompts with unknown tokens: {unknown}")
-    return prompts
+            kept.append(row_read)
+    if RANK == 0:  # many unknown tokens are a sign of a wrong tokenizer
+        unknown = sum(tokenizer.unk_token_id in row["prompt_ids"] for row in kept)
+        print(f"{len(kept)} {kind} rows, dropped: {dict(dropped)}, prompts with unknown tokens: {unknown}")
+    return kept
 
 
-def read_prompt(row, args, tokenizer):
-    """Return (the row with its prompt, answer and prompt_ids, "") or (None, why the row is dropped)."""
+def read_row(row, args, tokenizer):
+    """Return the row with its prompt, answer and prompt_ids, and ""; or None, and why the row is dropped."""
     prompt = find_column(row, PROMPT_COLUMNS)
     answer = find_column(row, ANSWER_COLUMNS)
     if not prompt:
         return None, f"without a prompt in one of the columns {', '.join(PROMPT_COLUMNS)}"
+    if isinstance(answer, list):
+        column = next(name for name in ANSWER_COLUMNS if name in row)
+        raise ValueError(f"column {column}: an answer must be a text, not a list")
     if answer is not None and parse_gold(answer) == "":
         return None, "without an answer"
     messages = as_messages(prompt, "user")
     system_prompt = row.get("system") or args.system_prompt
     if system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system_prompt})
-    prompt_ids = encode_prompt(tokenizer, messages, without_nulls(row.get("tools")))
+    continued = messages[-1]["role"] == "assistant"
+    prompt_ids = encode_prompt(tokenizer, messages, without_nulls(row.get("tools")), continued)
     if len(prompt_ids) > args.max_prompt_length:
         return None, "with a prompt longer than --max-prompt-length"
     return {**row, "prompt": prompt, "answer": answer, "prompt_ids": prompt_ids}, ""
 
 
 def find_column(row, names):
-    """Return the first of these columns in a row, as a text or messages: "" if it is empty, None if there is none."""
+    """Return the first of these columns in a row, a text or messages: "" if it is empty, None if there is none."""
     for name in names:
         if name in row:
             value = row[name]
@@ -567,11 +597,7 @@ def find_column(row, names):
                 return ""
             if isinstance(value, (str, list)):
                 return value
-            if isinstance(value, float):
-                if abs(value) >= 2**53:
-                    raise ValueError(f"{value} may have lost digits: write large numbers in quotes, in a JSON file")
-                return f"{Decimal(str(value)):f}"  # 0.00001, not 1e-05
-            return json.dumps(value)  # true, not True
+            return json.dumps(value)  # numbers as texts, and true rather than True
     return None
 
 
@@ -585,13 +611,9 @@ NOTATIONS = (
     ("\u2212", "-"),  # the minus sign that is not a hyphen
     (r"\\([$%])", r"\1"),  # \$ \% -> $ %
     (r"\\[()\[\]]|\$\$", "$"),  # \( \) \[ \] $$ -> $
-    (r"^\*\*(.*)\*\*$", r"\1"),  # **5** -> 5
-    (r"\.$", ""),  # 5. -> 5
-    (r"^\$([^$]*)\$$", r"\1"),  # $5$ -> 5
-    (r"^\{([^{}]*)\}$", r"\1"),  # {5} -> 5
-    (r"\.$", ""),  # the end of $5.$
+    (r"^(?:\*\*(.*)\*\*|\$([^$]*)\$|\{([^{}]*)\}|(.*)\.)$", r"\1\2\3\4"),  # **5** $5$ {5} 5. -> 5
     (r"(?<=[0-9])(?:\\!,|,\\!|\\,|\{,\})(?=[0-9])", ","),  # 1{,}000 1\,000 1,\!000 -> 1,000
-    (r"^([+-]?) ?[$£€] ?", r"\1"),  # -$5 -> -5
+    (r"^([+-]?) ?[$£€] ?(?!.*\$)", r"\1"),  # -$5 -> -5
     (r"\\[dt]frac", r"\\frac"),  # \dfrac \tfrac -> \frac
     (r"\\frac ?([0-9])", r"\\frac{\1}"),  # \frac12 -> \frac{1}2
     (r"(\\frac\{[^{}]*\}) ?([0-9])", r"\1{\2}"),  # \frac{1}2 -> \frac{1}{2}
@@ -600,7 +622,7 @@ NOTATIONS = (
 )
 NUMBER = re.compile(
     r"([+-]?) ?"  # sign
-    r"(?=[0-9.])"  # something follows, although each of the next parts may be empty
+    r"(?=[0-9.])"  # the text does not end here, although each of the next parts may be empty
     r"((?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]*)(?:\.[0-9]+)?(?:e[+-]?[0-9]{1,2})?)"  # 1,234  5  .5  1e-05
     r"(?: ?/ ?([+-]?0*[1-9][0-9]*))?"  # a divisor other than 0
 )
@@ -614,7 +636,7 @@ def parse_answer(text):
     """
     if len(text) > 1000:  # no answer is that long, and Python refuses to read numbers of more than 4300 digits
         return text
-    for pattern, replacement in NOTATIONS:
+    for pattern, replacement in NOTATIONS + NOTATIONS:
         text = re.sub(pattern, replacement, text).strip()
     number = NUMBER.fullmatch(text)
     if number:
@@ -630,7 +652,7 @@ def extract_answer(text):
     -\boxed{\frac{1}{2}}                    ->  -\frac{1}{2}
     1 + 1 = 2 #### 2                        ->  2
     """
-    text = text.rpartition("</think>")[2].partition("<think>")[0]  # after a thought, before one that was cut off
+    text = text.rpartition("</think>")[2].partition("<think>")[0]  # drop thoughts, also one that was cut off
     answer = None
     while "\\boxed" in text:
         before, _, after = text.partition("\\boxed")
@@ -673,7 +695,7 @@ def as_messages(value, role):
 
 
 def without_nulls(value):
-    """Take out the nulls that parquet fills into dictionaries, wherever they are."""
+    """Take out the nulls with which Arrow gives all dictionaries of a column the same keys."""
     if isinstance(value, dict):
         return {name: without_nulls(field) for name, field in value.items() if field is not None}
     if isinstance(value, list):
@@ -681,10 +703,11 @@ def without_nulls(value):
     return value
 
 
-def encode_prompt(tokenizer, messages, tools):
-    """Return the ids of messages, up to the place where the completion begins."""
+def encode_prompt(tokenizer, messages, tools, continued=False):
+    """Return the ids of messages, up to the place where the completion begins; it may continue the last message."""
     if tokenizer.chat_template is not None:
-        return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False)
+        how = {"add_generation_prompt": not continued, "continue_final_message": continued}
+        return tokenizer.apply_chat_template(messages, tools=tools, return_dict=False, **how)
     ids = tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]
     if ids[-1] == tokenizer.eos_token_id:  # some tokenizers add it
         ids.pop()
@@ -702,7 +725,6 @@ def load_model(name, tokenizer):
         torch.set_num_threads(1)  # on a CPU, more threads would mostly wait for each other
     # nn.Embedding gives the row padding_idx no gradient, but the padding token may also be the stop token.
     model.get_input_embeddings().padding_idx = None
-    model.config_file, _ = PreTrainedConfig.get_config_dict(name)  # for save
     stop_ids = model.generation_config.eos_token_id
     if not isinstance(stop_ids, list):
         stop_ids = [stop_ids]
@@ -726,39 +748,33 @@ def find_turn_end(tokenizer):
 def check_model(model, args):
     """Exit if a prompt and its completion may exceed the model's context."""
     longest = args.max_prompt_length + args.max_completion_length
-    context = max_context(model)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
     if longest > context:
-        raise SystemExit(f"the maximum lengths add up to {longest} tokens, but the model's context has only {context}")
+        raise SystemExit(
+            f"--max-prompt-length and --max-completion-length add up to {longest} tokens, but the model's context has "
+            f"only {context}; a checkpoint of the bundled model needs --tiny"
+        )
 
 
-def max_context(model):
-    """Return how many tokens a model can read, as far as its config says it."""
-    config = model.config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":  # beyond this length, a row's results depend on the longest row beside it
-        return rope["original_max_position_embeddings"]
-    return getattr(config, "max_position_embeddings", math.inf)
-
-
-def show_first_prompt(prompt, model, tokenizer):
-    """Print a prompt as the model reads it, its answer, and what ends a completion."""
+def show_first_row(row, model, tokenizer):
+    """Print a row's prompt as the model reads it, its answer, and what ends a completion."""
     if RANK == 0:
-        print(f"the first prompt: {tokenizer.decode(prompt['prompt_ids'])!r}")
-        print(f"its answer: {prompt['answer']!r}")
-        if prompt["answer"] is not None:
-            print(f"a right completion must give: {parse_gold(prompt['answer'])}")
+        print(f"the first prompt: {tokenizer.decode(row['prompt_ids'])!r}")
+        print(f"its answer: {row['answer']!r}")
+        if row["answer"] is not None:
+            print(f"a correct completion must give: {parse_gold(row['answer'])}")
         stop_tokens = tokenizer.convert_ids_to_tokens(model.generation_config.eos_token_id)
         print(f"tokens that end a completion: {stop_tokens}")
 
 
-def add_adapters(model, rank):
+def add_adapters(model, lora_rank):
     """Freeze a model and give each linear layer of its blocks a LoRA adapter (arXiv 2106.09685)."""
     model.requires_grad_(False)
     torch.manual_seed(0)  # the same adapters on every rank
     for block in find_blocks(model):
         for name, layer in list(block.named_modules()):
             if type(layer).__name__ in LINEAR_LAYERS:
-                block.set_submodule(name, LoraLinear(layer, rank))
+                block.set_submodule(name, LoraLinear(layer, lora_rank))
     if not any(isinstance(module, LoraLinear) for module in model.modules()):
         raise SystemExit(f"--lora-rank: the blocks of {type(model).__name__} have none of the layers {LINEAR_LAYERS}")
 
@@ -791,30 +807,35 @@ class LoraLinear(nn.Module):
 
 
 def prepare_model(policy, args, device):
-    """Set up bfloat16, gradient checkpointing and FSDP2, where they are needed."""
+    """Set up bfloat16, gradient checkpointing and FSDP2, where they are needed.
+
+    With bfloat16, trained weights and all gradients are float32, and frozen weights of blocks bfloat16. The blocks
+    compute in bfloat16. Embeddings, final norm and head compute in float32, the head's product as in use_bfloat16.
+    """
     blocks = find_blocks(policy.model)
     mp_policy = MixedPrecisionPolicy()
     if args.precision == "bfloat16":
         use_bfloat16(blocks)
         mp_policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    if args.gradient_checkpointing:
+    if args.gradient_checkpointing:  # that of transformers does nothing without dropout, in eval mode
         for block in blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     # On one rank, all that FSDP2 does is to keep float32 weights and to compute with bfloat16 copies of them.
     if args.precision == "bfloat16" or WORLD_SIZE > 1:
+        mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
         frozen = set()
         if WORLD_SIZE == 1:  # frozen weights have their final precision, so copies would only take memory
             frozen = {weight for weight in policy.parameters() if not weight.requires_grad}
         for block in blocks:
-            fully_shard(block, mp_policy=mp_policy, ignored_params=frozen)
+            fully_shard(block, mesh=mesh, mp_policy=mp_policy, ignored_params=frozen)
         # all else, such as the head; by default, a root would keep its weights gathered after a forward
-        fully_shard(policy, reshard_after_forward=True, ignored_params=frozen)
+        fully_shard(policy, mesh=mesh, reshard_after_forward=True, ignored_params=frozen)
     return policy.to(device)
 
 
 def use_bfloat16(blocks):
     """Let the blocks compute in bfloat16, from float32 weights that small steps can still move."""
-    torch.set_float32_matmul_precision("medium")  # the LM head: TF32 on GPUs, bfloat16 on CPUs
+    torch.set_float32_matmul_precision("medium")  # for heads, and all else here: TF32 on GPUs, bfloat16 on CPUs
     torch.manual_seed(0)  # the same noise on every rank
     for block in blocks:
         block.forward = partial(in_bfloat16, block.forward)
@@ -827,7 +848,7 @@ def use_bfloat16(blocks):
 def in_bfloat16(forward, *args, **kwargs):
     """Call a block in bfloat16 on inputs that are float32 outside of it, and return float32."""
     for name, value in kwargs.items():
-        if name != "attention_mask":  # its lowest number would become -inf
+        if name != "attention_mask":  # its lowest float32 would become -inf, and a row of -inf gives nan
             kwargs[name] = cast(value, torch.bfloat16)
     return cast(forward(*cast(args, torch.bfloat16), **kwargs), torch.float32)
 
@@ -844,17 +865,17 @@ def cast(value, dtype):
 def add_rounding_noise(rounded):
     """Return bfloat16 numbers as float32, with noise in the lower 16 bits that rounding to bfloat16 takes away again.
 
-    All of 0.9981 to 1.0038 rounds to 1, so a step of 0.0001 would change no weight that starts at exactly 1. Of weights
-    that start at random places in this range, a step takes some over its edge, in proportion to the step's size. Most
-    checkpoints hold bfloat16 numbers, so their weights have no lower bits of their own.
+    All of 0.9981 to 1.0038 rounds to 1, so a step of 0.0001 would change no bfloat16 copy of a weight that starts at
+    exactly 1. Of weights that start at random places in this range, a step takes some over its edge, in proportion to
+    the step's size. Most checkpoints hold bfloat16 numbers, which have no lower bits; those of float32 lose theirs.
     """
-    # The last bit that bfloat16 keeps is 2**16 here, and the noise is less than half of it, also at powers of two.
+    # As an int32, the last bit that bfloat16 keeps is 2**16. The noise is less than half of it, also at powers of two.
     noise = torch.randint(-32767, 32768, rounded.shape, dtype=torch.int32) * (rounded != 0)
     return (rounded.float().view(torch.int32) + noise).view(torch.float32)
 
 
 class LogprobModel(nn.Module):
-    """Make token_logprobs a forward, because FSDP gathers weights, such as the LM head's, only for a forward."""
+    """A model whose forward is token_logprobs, because FSDP gathers the weights of a head only in a forward."""
 
     def __init__(self, model):
         super().__init__()
@@ -868,28 +889,30 @@ class LogprobModel(nn.Module):
 def token_logprobs(model, prompt_ids, prompt_mask, completion_ids, completion_mask, temperature):
     """Return the log-probabilities of completion tokens, and entropies (without gradient).
 
-    prompts (B, P), completions (B, T) -> logprobs, entropies (B, T) in nats, 0 where masked.
+    prompts (B, P), completions (B, T) -> logprobs, entropies (B, T) in nats, 0 outside the mask.
     """
     completion_mask = completion_mask.bool()
     ids = torch.cat([prompt_ids, completion_ids], 1)  # (B, P + T)
     mask = torch.cat([prompt_mask.bool(), completion_mask], 1)
-    sampled = torch.cat([torch.zeros_like(prompt_ids, dtype=torch.bool), completion_mask], 1)
+    targets = torch.cat([torch.zeros_like(prompt_ids, dtype=torch.bool), completion_mask], 1)  # which tokens these are
     # With all padding moved to the right, a causal model needs neither mask nor position ids.
     ids = pad_sequence([row[kept] for row, kept in zip(ids, mask)], batch_first=True)  # (B, W)
-    sampled = pad_sequence([row[kept] for row, kept in zip(sampled, mask)], batch_first=True)
+    targets = pad_sequence([row[kept] for row, kept in zip(targets, mask)], batch_first=True)
     hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state  # (B, W, D)
-    # Each token is predicted at the place before its own. Both masks list the tokens row by row.
-    hidden = hidden[:, :-1][sampled[:, 1:]]  # (N, D)
-    found = head_logprobs(model, hidden, completion_ids[completion_mask], temperature)  # (N,) each
-    logprobs = found[0].new_zeros(completion_mask.shape)
+    # Each token is predicted at the place before its own. Both masks give the N tokens in the same order, row by row.
+    hidden = hidden[:, :-1][targets[:, 1:]]  # (N, D)
+    flat_logprobs, flat_entropies = head_logprobs(model, hidden, completion_ids[completion_mask], temperature)  # (N,)
+    logprobs = flat_logprobs.new_zeros(completion_mask.shape)  # (B, T)
     entropies = torch.zeros_like(logprobs)
-    logprobs[completion_mask], entropies[completion_mask] = found
+    logprobs[completion_mask] = flat_logprobs
+    entropies[completion_mask] = flat_entropies
     return logprobs, entropies
 
 
 def head_logprobs(model, hidden, targets, temperature):
     """Return log-probabilities of targets (N,), and entropies, under softmax(head(hidden) / temperature)."""
     head = model.get_output_embeddings()
+    # What some families do to logits. If another is missing here, check_sampler ends the run after a step.
     config = model.config.get_text_config().to_dict()
     scale = config.get("logit_scale") or 1  # Cohere's
     scale = config.get("lm_head_multiplier", scale)  # Falcon-H1's
@@ -909,7 +932,7 @@ def head_logprobs(model, hidden, targets, temperature):
             entropies = -(logprobs.exp() * logprobs).sum(-1)
         return logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), entropies
 
-    # All logits (N, V) might not fit: compute chunks of 2**25 numbers, and compute them again in the backward pass.
+    # All logits (N, V) might not fit: compute chunks of 2**25 numbers (128 MiB), and again in the backward pass.
     size = 2**25 // head.weight.shape[0]
     if len(hidden) <= size:
         return chunk_logprobs(hidden, targets)
@@ -919,17 +942,29 @@ def head_logprobs(model, hidden, targets, temperature):
     return torch.cat(logprobs), torch.cat(entropies)
 
 
+def init_moments(optimizer):
+    """Make AdamW's state, all 0, as its first step would; a save before that step would count as one."""
+    for group in optimizer.param_groups:
+        for weight in group["params"]:
+            if weight.requires_grad:
+                optimizer.state[weight] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=weight.device),
+                    "exp_avg": torch.zeros_like(weight),
+                    "exp_avg_sq": torch.zeros_like(weight),
+                }
+
+
 def open_run(args, policy, optimizer):
     """Create the run's folder, or load the state of the run to resume; return the last step done."""
     last_step = 0
     if args.resume:
         args.run_dir = args.run_dir or args.resume
-        if RANK == 0 and args.run_dir != args.resume:  # a branch, which leaves the run to resume alone
-            shutil.copytree(args.resume, args.run_dir)
+        if RANK == 0 and args.run_dir != args.resume:  # a copy goes on, and the old run stays as it is
+            shutil.copytree(args.resume, args.run_dir, symlinks=True, ignore=shutil.ignore_patterns("wandb*"))
         dist.barrier()
         last_step = load_state(Path(args.run_dir), policy, optimizer)
     elif not args.run_dir:
-        started = int(all_reduce(time.time(), dist.ReduceOp.MAX))  # the same on all ranks
+        started = int(1e6 * all_reduce(time.time(), dist.ReduceOp.MAX))  # in microseconds, the same on all ranks
         args.run_dir = f"runs/{Path(sys.argv[0]).stem}__{args.seed}__{started}"
     if RANK == 0:
         kind = type(policy.model).__name__
@@ -937,8 +972,9 @@ def open_run(args, policy, optimizer):
         Path(args.run_dir).mkdir(parents=True, exist_ok=bool(args.resume))
         settings = {"script": Path(sys.argv[0]).name} | vars(args)
         Path(args.run_dir, "args.json").write_text(json.dumps(settings, indent=2))
+        Path(args.run_dir, "metrics.jsonl").touch()
         if args.track:
-            wandb.init(name=args.run_dir, dir=args.run_dir, config=vars(args))
+            track_run(args)
     return last_step
 
 
@@ -949,16 +985,15 @@ def load_state(run_dir, policy, optimizer):
         raise SystemExit(f"--resume {run_dir}: this run has no saved state; start it again without --resume")
     # dcp.load fills tensors in place, so it is given the present state.
     model, moments = dcp_state.get_state_dict(policy, optimizer)
-    dcp.load({"model": model}, checkpoint_id=folders[-1])
-    # Weights that never had a gradient, such as an unused expert's, have no moments: allow that they are missing.
-    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
-    dcp.load({"optimizer": moments}, checkpoint_id=folders[-1], planner=planner)
+    dcp.load({"model": model, "optimizer": moments}, checkpoint_id=folders[-1])
     dcp_state.set_state_dict(policy, optimizer, model_state_dict=model, optim_state_dict=moments)
     step = int(folders[-1].name)
     if RANK == 0:
-        for log in [*run_dir.glob("metrics.jsonl"), *run_dir.glob("*samples.jsonl")]:
-            lines = [line for line in log.read_text().splitlines(True) if line.endswith("\n")]  # whole ones
-            log.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
+        for name in ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl"):
+            log = run_dir / name
+            if log.exists():
+                lines = [line for line in log.read_text().splitlines(True) if line.endswith("\n")]  # whole ones
+                log.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
     return step
 
 
@@ -969,19 +1004,38 @@ def all_reduce(values, op=dist.ReduceOp.SUM):
     return values.tolist()
 
 
+def track_run(args):
+    """Start a run of Weights & Biases, or continue that of the run to resume."""
+    import wandb  # which takes its time
+
+    file = Path(args.run_dir, "wandb_id")
+    if not file.exists():
+        file.write_text(os.urandom(8).hex())
+    run_id = file.read_text()
+    wandb.init(id=run_id, resume="allow", name=args.run_dir, dir=args.run_dir, config=vars(args), allow_val_change=True)
+
+
 def catch_signals():
-    """Return a list to which Ctrl-C and SIGTERM append; the second of a kind stops the run at once."""
-    received = []
+    """Return a list to which Ctrl-C and SIGTERM append; a second Ctrl-C stops the run at once."""
+    signals = []
 
     def request_stop(signum, _frame):
-        received.append(signum)
-        signal.signal(signum, signal.default_int_handler)  # KeyboardInterrupt
+        signals.append(signum)
+        if signum == signal.SIGINT:  # SIGTERM may come twice, from a scheduler and from torchrun
+            signal.signal(signum, signal.default_int_handler)  # KeyboardInterrupt
         # Unlike print, os.write is safe in a signal handler.
-        os.write(2, b"\nsaving and stopping after this step; press Ctrl-C again to stop at once\n")
+        os.write(2, b"\nsaving and stopping soon; press Ctrl-C again to stop at once\n")
+
+    def reset_child():
+        # multiprocessing ends a reward's processes with SIGTERM. Ctrl-C must leave them alone: a pool whose processes
+        # end by it would be waited for without end. Programs that they start get the default handlers.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, lambda *_: None)
 
     signal.signal(signal.SIGINT, request_stop)
     signal.signal(signal.SIGTERM, request_stop)
-    return received
+    os.register_at_fork(after_in_child=reset_child)
+    return signals
 
 
 def log_step(args, step, metrics):
@@ -990,12 +1044,14 @@ def log_step(args, step, metrics):
     if RANK > 0:
         return
     if args.track:
+        import wandb
+
         wandb.log({"step": step} | metrics)
-    found = [f"{name.removeprefix('eval/')} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/")]
-    if found:
-        tqdm.write(f"evaluation after step {step}: {', '.join(found)}")
+    shown = [f"{name.removeprefix('eval/')} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/")]
+    if shown:
+        tqdm.write(f"evaluation after step {step}: {', '.join(shown)}")
     if metrics.get("reward/zero_std") == 1:
-        tqdm.write(f"step {step}: no learning signal: all completions of each group have the same reward")
+        tqdm.write(f"step {step}: all completions of each group have the same reward")
 
 
 def append_line(args, name, step, values):
@@ -1005,27 +1061,23 @@ def append_line(args, name, step, values):
             file.write(json.dumps({"step": step} | values) + "\n")
 
 
-def evaluate(policy, tokenizer, prompts, args, step):
-    """Return the mean reward of greedy completions and, where is_right fits, accuracy and pass@k; log samples."""
+def evaluate(policy, tokenizer, rows, args, step):
+    """Return the mean reward of greedy completions and, for rows with answers, accuracy and pass@k; log samples."""
     torch.manual_seed(mix_seed(args.seed))  # the same draws in each evaluation, so that they compare
-    prompts = prompts[RANK::WORLD_SIZE] or prompts[:1]  # every rank must take part, so one prompt may count twice
-    _, texts = sample_completions(policy, tokenizer, prompts, 0.0, args)
-    rewards = check_rewards(score_completions(texts, prompts), texts)
-    metrics = {"eval/reward": (sum(rewards), len(prompts))}
-    for prompt, text, reward in zip(prompts, texts, rewards):
-        sample = {"prompt": prompt["prompt"], "answer": prompt["answer"], "completion": text, "reward": reward}
+    rows = rows[RANK::WORLD_SIZE] or rows[:1]  # every rank must take part, so one row may count twice
+    _, texts = sample_completions(policy, tokenizer, rows, 0.0, args)
+    rewards = check_rewards(score_completions(texts, rows), texts)
+    metrics = {"eval/reward": (sum(rewards), len(rows))}
+    for row, text, reward in zip(rows, texts, rewards):
+        sample = {"prompt": row["prompt"], "answer": row["answer"], "completion": text, "reward": reward}
         append_line(args, "eval_samples.jsonl", step, sample)
-    if prompts[0]["answer"] is None:
-        return mean_metrics([metrics])
-    right = are_right(texts, prompts)
-    num_right, num_rewarded = all_reduce([right.sum().item(), sum(reward != 0 for reward in rewards)])
-    if num_right > 0 or num_rewarded == 0:  # else the reward is one of the user's own, which is_right knows nothing of
-        metrics["eval/accuracy"] = (right.sum(), len(prompts))
-        repeated = [prompt for prompt in prompts for _ in range(EVAL_SAMPLES)]
+    if rows[0]["answer"] is not None:
+        metrics["eval/accuracy"] = (are_correct(texts, rows).sum(), len(rows))
+        repeated = [row for row in rows for _ in range(EVAL_SAMPLES)]
         _, texts = sample_completions(policy, tokenizer, repeated, args.temperature, args)
-        right = are_right(texts, repeated)
-        metrics["eval/pass@1"] = (right.sum(), len(repeated))
-        metrics[f"eval/pass@{EVAL_SAMPLES}"] = (right.view(-1, EVAL_SAMPLES).any(1).sum(), len(prompts))
+        correct = are_correct(texts, repeated)
+        metrics["eval/pass@1"] = (correct.sum(), len(repeated))
+        metrics[f"eval/pass@{EVAL_SAMPLES}"] = (correct.view(-1, EVAL_SAMPLES).any(1).sum(), len(rows))
     return mean_metrics([metrics])
 
 
@@ -1037,41 +1089,41 @@ def mix_seed(*numbers):
     return mixed
 
 
-def sample_completions(policy, tokenizer, prompts, temperature, args):
-    """Sample one completion per prompt; return tensors (B, ...) and texts. Adjacent equal prompts share a prefill."""
+def sample_completions(policy, tokenizer, rows, temperature, args):
+    """Sample one completion per row; return tensors (B, ...) and texts. Adjacent equal prompts share a prefill."""
     stop_ids = policy.model.generation_config.eos_token_id
-    prompt_ids, prompt_mask = pad_left(prompts, policy.model.device)  # (B, P)
-    size = args.rollout_batch_size or len(prompts)
+    device = policy.model.device
+    prompt_ids, prompt_mask = pad_left(rows, device)  # (B, P)
+    size = args.rollout_batch_size or len(rows)
     parts = []
     with gathered(policy) as model:
         for ids, mask in zip(prompt_ids.split(size), prompt_mask.split(size)):
             parts.append(generate(model, ids, mask, args.max_completion_length, temperature, stop_ids))
     completion_ids, completion_mask, sampler_logprobs = [torch.cat(values) for values in zip(*parts)]  # (B, T)
-    # Some chat templates open a thought at the end of all prompts; it belongs to the completions.
-    opening = ""
-    if tokenizer.decode(prompts[0]["prompt_ids"]).rstrip().endswith("<think>"):
-        opening = "<think>"
     texts, truncated = [], []
-    for ids, mask in zip(completion_ids, completion_mask.bool()):
+    for row, ids, mask in zip(rows, completion_ids, completion_mask.bool()):
         ids = ids[mask].tolist()
         truncated.append(ids[-1] not in stop_ids)
-        texts.append(opening + tokenizer.decode([token for token in ids if token not in stop_ids]))
+        text = tokenizer.decode([token for token in ids if token not in stop_ids])
+        if tokenizer.decode(row["prompt_ids"]).rstrip().endswith("<think>"):  # the template has opened a thought
+            text = "<think>" + text
+        texts.append(text)
     batch = {
-        "indices": torch.arange(len(prompts), device=model.device),
+        "indices": torch.arange(len(rows), device=device),
         "prompt_ids": prompt_ids,
         "prompt_mask": prompt_mask,
         "completion_ids": completion_ids,
         "completion_mask": completion_mask,
         "sampler_logprobs": sampler_logprobs,
-        "truncated": torch.tensor(truncated, device=model.device),
+        "truncated": torch.tensor(truncated, device=device),
     }
     return batch, texts
 
 
-def pad_left(prompts, device):
-    """Pad the ids of prompts on the left; return ids and mask (B, P)."""
-    rows = [torch.tensor(prompt["prompt_ids"]) for prompt in prompts]
-    padded = pad_sequence(rows, batch_first=True, padding_value=-1, padding_side="left").to(device)
+def pad_left(rows, device):
+    """Pad the prompts of rows on the left; return ids and mask (B, P)."""
+    prompts = [torch.tensor(row["prompt_ids"]) for row in rows]
+    padded = pad_sequence(prompts, batch_first=True, padding_value=-1, padding_side="left").to(device)
     mask = (padded >= 0).long()
     return padded * mask, mask
 
@@ -1083,13 +1135,15 @@ def gathered(policy):
     hooks = []
     for module in shards:
         module.unshard()
-        # These hooks are FSDP's. They would drop the weights after every token, and gather them again.
+        # These hooks (of torch 2.13) are FSDP's. They take a third of a token's time, also if nothing is resharded.
         hooks.append((module._forward_pre_hooks, module._forward_hooks))
         module._forward_pre_hooks, module._forward_hooks = {}, {}
-    yield policy.model
-    for module, before in zip(shards, hooks):
-        module._forward_pre_hooks, module._forward_hooks = before
-        module.reshard()
+    try:
+        yield policy.model
+    finally:
+        for module, before in zip(shards, hooks):
+            module._forward_pre_hooks, module._forward_hooks = before
+            module.reshard()
 
 
 @torch.no_grad()
@@ -1101,12 +1155,12 @@ def generate(model, prompt_ids, prompt_mask, max_completion_length, temperature,
     stop_ids = torch.tensor(list(stop_ids), device=prompt_ids.device)
     completion_ids = prompt_ids.new_zeros(len(prompt_ids), max_completion_length)
     completion_mask = torch.zeros_like(completion_ids)
-    sampler_logprobs = completion_mask.float()
-    active = torch.arange(len(prompt_ids), device=prompt_ids.device)  # completions that are not finished
+    sampler_logprobs = torch.zeros(completion_mask.shape, device=prompt_ids.device)
+    active = torch.arange(len(prompt_ids), device=prompt_ids.device)  # the A completions that are not finished
 
     # Read adjacent copies of a prompt once. The mask is compared, too, because a prompt may contain the padding id 0.
     prompts = torch.cat([prompt_ids, prompt_mask], 1)  # (B, 2P)
-    prompts, copies = prompts.unique_consecutive(dim=0, return_inverse=True)  # (U, 2P); copies (B,) has rows of it
+    prompts, copies = prompts.unique_consecutive(dim=0, return_inverse=True)  # (U, 2P); copies (B,): where each is
     ids, mask = prompts.chunk(2, dim=1)
     output = model(
         input_ids=ids,
@@ -1132,7 +1186,7 @@ def generate(model, prompt_ids, prompt_mask, max_completion_length, temperature,
         if len(going) < len(active):  # finished completions leave the batch
             active, tokens, mask = active[going], tokens[going], mask[going]
             cache.reorder_cache(going)
-        mask = nn.functional.pad(mask, (0, 1), value=1)  # (B, P + t + 1)
+        mask = nn.functional.pad(mask, (0, 1), value=1)  # (A, P + t + 1)
         output = model(
             input_ids=tokens.unsqueeze(1),
             attention_mask=mask,
@@ -1140,20 +1194,20 @@ def generate(model, prompt_ids, prompt_mask, max_completion_length, temperature,
             past_key_values=cache,
             use_cache=True,
         )
-        logits = output.logits[:, -1]
+        logits = output.logits[:, -1]  # (A, V)
     return completion_ids, completion_mask, sampler_logprobs
 
 
 def sample_tokens(logits, temperature):
-    """Sample ids (B,) from softmax(logits / temperature), greedily at 0; return them and their log-probabilities."""
+    """Sample ids (A,) from softmax(logits / temperature), greedily at 0; return them and their log-probabilities."""
     if temperature == 0:
         return logits.argmax(-1), torch.zeros_like(logits[:, 0])
-    probabilities = (logits.float() / temperature).softmax(-1)  # (B, V)
-    # On a CPU this is 4 to 10 times faster than torch.multinomial. In float32 the sum would round away rare tokens.
-    # A draw on the edge between two tokens belongs to the right one, so that a probability of 0 is never drawn.
+    probabilities = (logits.float() / temperature).softmax(-1)  # (A, V)
+    # Invert the cumulative distribution. On a CPU this is 4 to 10 times faster than torch.multinomial. In float32 the
+    # sum would round away rare tokens. A draw on the edge of two tokens gives the second: never a probability of 0.
     cdf = probabilities.cumsum(-1, dtype=torch.float64)
     draws = torch.rand(len(cdf), 1, dtype=cdf.dtype, device=cdf.device) * cdf[:, -1:]
-    tokens = torch.searchsorted(cdf, draws, right=True).clamp(max=cdf.shape[1] - 1)  # (B, 1)
+    tokens = torch.searchsorted(cdf, draws, right=True).clamp(max=cdf.shape[1] - 1)  # (A, 1)
     return tokens.squeeze(1), probabilities.gather(1, tokens).squeeze(1).log()
 
 
@@ -1167,23 +1221,23 @@ def check_rewards(rewards, texts):
     return [float(reward) for reward in rewards]
 
 
+def are_correct(texts, rows):
+    """Return which completions are correct, (B,)."""
+    return torch.tensor([is_correct(text, row["answer"]) for text, row in zip(texts, rows)])
+
+
 def mean_metrics(collected):
     """Add each metric's (sum, count) over microbatches and ranks, and divide; skip those with count 0."""
     totals = {}
     for metrics in collected:
-        for name, pair in metrics.items():
-            totals[name] = totals.get(name, 0) + torch.tensor(pair, dtype=torch.float64)
-    pairs = all_reduce([pair.tolist() for pair in totals.values()])
-    return {name: total / count for name, (total, count) in zip(totals, pairs) if count > 0}
-
-
-def are_right(texts, prompts):
-    """Return which completions are right, (B,)."""
-    return torch.tensor([is_right(text, prompt["answer"]) for text, prompt in zip(texts, prompts)])
+        for name, sum_and_count in metrics.items():
+            totals[name] = totals.get(name, 0) + torch.tensor(sum_and_count, dtype=torch.float64)
+    sums = all_reduce([total.tolist() for total in totals.values()])
+    return {name: total / count for name, (total, count) in zip(totals, sums) if count > 0}
 
 
 def pick_rows(rows, start, count, seed):
-    """Pick count rows from place start on of an endless order: all rows shuffled, all shuffled anew, and so on."""
+    """Return rows start to start + count of an endless series: all rows shuffled, all shuffled anew, and so on."""
     picked = []
     while len(picked) < count:
         epoch, first = divmod(start + len(picked), len(rows))
@@ -1193,22 +1247,61 @@ def pick_rows(rows, start, count, seed):
     return picked[:count]
 
 
+def stop_requested(signals):
+    """Return whether a signal has come to any rank."""
+    return all_reduce(len(signals), dist.ReduceOp.MAX) > 0
+
+
+def save(run_dir, policy, optimizer, tokenizer, step):
+    """Write checkpoint/, a Hugging Face model, and then state/STEP, which --resume loads, unless it is there."""
+    run_dir = Path(run_dir)
+    state = run_dir / f"state/{step:08d}"
+    if all_reduce(state.exists(), dist.ReduceOp.MAX):
+        return
+    options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = dcp_state.get_model_state_dict(policy.model, options=options)  # only on rank 0
+    if RANK == 0:
+        merge_adapters(weights)
+        tied = policy.model.all_tied_weights_keys  # second names of weights, such as a head that is the embedding
+        weights = {name: weight.float() for name, weight in weights.items() if name not in tied}
+        policy.model.save_pretrained(run_dir / "checkpoint.new", state_dict=weights)
+        tokenizer.save_pretrained(run_dir / "checkpoint.new")
+        shutil.rmtree(run_dir / "checkpoint", ignore_errors=True)
+        (run_dir / "checkpoint.new").rename(run_dir / "checkpoint")
+    model, moments = dcp_state.get_state_dict(policy, optimizer)
+    dcp.save({"model": model, "optimizer": moments}, checkpoint_id=run_dir / "state/unfinished")
+    if RANK == 0:
+        # The last thing to do, so that a killed save does not count.
+        (run_dir / "state/unfinished").rename(state)
+        for older in sorted(run_dir.glob("state/0*"))[:-1]:
+            shutil.rmtree(older, ignore_errors=True)
+
+
+def merge_adapters(weights):
+    """Add the adapters among these weights to the weights of their layers."""
+    for name in list(weights):
+        if name.endswith("lora_a.weight"):
+            layer = name.removesuffix("lora_a.weight")
+            a, b = weights.pop(name), weights.pop(layer + "lora_b.weight")
+            weights[layer + "weight"] = weights[layer + "weight"] + b @ a * (LORA_ALPHA / len(a))
+
+
 @torch.no_grad()
 def compute_logprobs(policy, batch, minibatches, args):
     """Return log-probabilities (B, T) of the completions in these minibatches, and 0 for all others.
 
-    The microbatches are those of the first epoch's updates, because bfloat16 results depend on them.
+    The microbatches are those of the first epoch's updates: bfloat16 results depend on them, and the first ratio is 1.
     """
     logprobs = torch.zeros_like(batch["sampler_logprobs"])
     for indices in minibatches:
         for part in microbatches(batch, indices, args.microbatch_tokens):
-            found, _ = policy(part, args.temperature)
-            logprobs[part["indices"]] += found  # a filler of microbatches repeats completion 0, with zeros
+            part_logprobs, _ = policy(part, args.temperature)
+            logprobs[part["indices"]] += part_logprobs  # not =, because a filler has index 0, too, and only zeros
     return logprobs
 
 
 def microbatches(batch, indices, max_tokens):
-    """Split completions, longest first, into parts of up to max_tokens including padding, or of a single one."""
+    """Split completions, longest first, into parts of at most max_tokens with padding, but at least one completion."""
     lengths = batch["prompt_mask"].sum(1) + batch["completion_mask"].sum(1)  # (B,)
     order = lengths[indices].argsort(descending=True, stable=True)
     rest = indices[order]
@@ -1246,7 +1339,8 @@ def step_optimizer(policy, optimizer, learning_rate, max_grad_norm):
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     if not math.isfinite(grad_norm):
-        tqdm.write(f"skipped an optimizer step, because the gradient norm was {grad_norm}")
+        if RANK == 0:
+            tqdm.write(f"skipped an optimizer step, because the gradient norm was {grad_norm}")
     elif grad_norm > 0:  # without a gradient AdamW would continue in its last direction
         optimizer.step()
     optimizer.zero_grad()
@@ -1256,78 +1350,42 @@ def step_optimizer(policy, optimizer, learning_rate, max_grad_norm):
 def check_sampler(metrics):
     """Exit, without saving, if sampling and training disagree: then the update was wrong."""
     sampler_kl = metrics.get("policy/sampler_kl", 0.0)
-    if not sampler_kl <= 0.5:  # far above rounding, or nan
+    if not sampler_kl <= 0.5:  # or nan; rounding gives less than 0.01
         raise SystemExit(f"sampling and training disagree about log-probabilities (KL {sampler_kl:.2g} per token)")
 
 
-def log_group(args, step, prompt, texts, rewards):
+def log_group(args, step, row, texts, rewards):
     """Log a group of completions; with the first step and each evaluation, print their ends, too."""
-    sample = {"prompt": prompt["prompt"], "answer": prompt["answer"], "completions": texts, "rewards": rewards}
+    sample = {"prompt": row["prompt"], "answer": row["answer"], "completions": texts, "rewards": rewards}
     append_line(args, "samples.jsonl", step, sample)
     if RANK == 0 and (step in (1, args.num_steps) or step % args.eval_every == 0):
-        tqdm.write(f"step {step}: prompt {prompt['prompt']!r}, answer {prompt['answer']!r}, rewards and completions:")
+        tqdm.write(f"step {step}: prompt {row['prompt']!r}, answer {row['answer']!r}, rewards and completions:")
         for text, reward in zip(texts, rewards):
             tqdm.write(f"{reward:8.2f}  {text[-160:]!r}")
 
 
-def save(run_dir, policy, optimizer, tokenizer, step):
-    """Write checkpoint/, a Hugging Face model, and then state/STEP, which --resume loads."""
-    run_dir = Path(run_dir)
-    options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = dcp_state.get_model_state_dict(policy.model, options=options)  # only on rank 0
+def end_run(args, signals):
+    """Print what the evaluations improved and how to go on; after a signal, exit with its code."""
     if RANK == 0:
-        merge_adapters(weights)
-        tied = policy.model.all_tied_weights_keys  # names of weights that are other weights, too
-        weights = {name: weight.float() for name, weight in weights.items() if name not in tied}
-        policy.model.save_pretrained(run_dir / "checkpoint.new", state_dict=weights)
-        # Add what transformers 5 no longer writes, such as rope_theta: programs built on transformers 4 need it.
-        config_file = run_dir / "checkpoint.new/config.json"
-        config = policy.model.config_file | json.loads(config_file.read_text())
-        config_file.write_text(json.dumps(config, indent=2))
-        tokenizer.save_pretrained(run_dir / "checkpoint.new")
-        shutil.rmtree(run_dir / "checkpoint", ignore_errors=True)
-        (run_dir / "checkpoint.new").rename(run_dir / "checkpoint")
-    model, moments = dcp_state.get_state_dict(policy, optimizer)
-    dcp.save({"model": model, "optimizer": moments}, checkpoint_id=run_dir / "state/unfinished")
-    if RANK == 0:
-        # The last thing to do, so that a killed save does not count.
-        (run_dir / "state/unfinished").rename(run_dir / f"state/{step:08d}")
-        for older in sorted(run_dir.glob("state/0*"))[:-1]:
-            shutil.rmtree(older)
-
-
-def merge_adapters(weights):
-    """Add the adapters among these weights to the weights of their layers."""
-    for name in list(weights):
-        if name.endswith("lora_a.weight"):
-            layer = name.removesuffix("lora_a.weight")
-            a, b = weights.pop(name), weights.pop(layer + "lora_b.weight")
-            weights[layer + "weight"] = weights[layer + "weight"] + b @ a * (LORA_ALPHA / len(a))
-
-
-def end_run(args, stops):
-    """Print what the evaluations improved and how to continue; after a signal, exit with its code."""
-    if RANK == 0:
-        log = Path(args.run_dir, "metrics.jsonl").read_text().splitlines()
-        evaluations = [row for row in map(json.loads, log) if any(name.startswith("eval/") for name in row)]
+        log = [json.loads(line) for line in Path(args.run_dir, "metrics.jsonl").read_text().splitlines()]
+        evaluations = [metrics for metrics in log if any(name.startswith("eval/") for name in metrics)]
         if len(evaluations) > 1:
-            for name in evaluations[-1]:
+            for name, value in evaluations[-1].items():
                 if name.startswith("eval/"):
-                    before = evaluations[0].get(name, math.nan)
-                    print(f"{name.removeprefix('eval/')} {before:.3f} -> {evaluations[-1][name]:.3f}")
+                    print(f"{name.removeprefix('eval/')} {evaluations[0][name]:.3f} -> {value:.3f}")
         if Path(args.run_dir, "checkpoint").exists():
-            print(f"model: {args.run_dir}/checkpoint; tools/plot.py and tools/look.py show the run")
-            if stops:
-                print(f"to continue: python {sys.argv[0]} --resume {args.run_dir}")
+            command = shlex.join(["python", sys.argv[0], "--resume", args.run_dir])
+            print(f"model: {args.run_dir}/checkpoint")
+            if signals:
+                print(f"to continue: {command}")
             else:
-                print(f"to train for longer: python {sys.argv[0]} --resume {args.run_dir} --num-steps N")
+                print(f"to train for longer: {command} --num-steps N")
     dist.destroy_process_group()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if stops:
-        raise SystemExit(128 + stops[0])
+    if signals:
+        raise SystemExit(128 + signals[0])
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")  # a letter that the terminal lacks must not end a run
     main(parse_args())

@@ -3,37 +3,42 @@
 Rafailov et al., "Direct Preference Optimization: Your Language Model is Secretly a Reward Model" (2023)
 https://arxiv.org/abs/2305.18290v3, equation 7.
 
-    L(θ) = −E log σ(β h),   h = log π_θ(y_w)/π_ref(y_w) − log π_θ(y_l)/π_ref(y_l)
+    L(θ) = −E log σ(β h),   h = log π_θ(y_w|x)/π_ref(y_w|x) − log π_θ(y_l|x)/π_ref(y_l|x)
 
-    y_w, y_l   completions of one prompt, of which the first was preferred (chosen) and the second was not (rejected)
-    log π(y)   summed over the tokens of a completion, the stop token included
-    π_ref      the model that training started from
-    β          --beta; β log π_θ(y)/π_ref(y) is the reward that the policy implies
+    x, y_w, y_l   prompt, and the completion that was preferred (chosen) and the one that was not (rejected)
+    log π(y|x)    summed over the tokens of a completion, the stop token included
+    π_ref         the model that training started from
+    β             --beta; β log π_θ(y|x)/π_ref(y|x) is the reward that the policy implies
 
 The loss sees only the difference h. It also falls when both log-probabilities fall and the rejected one falls faster.
-What both completions share is pushed up and down equally, and the probability that the rejected one loses may go to any
-other text. So the chosen completion often ends less likely than at the start (pair/chosen_log_ratio < 0), although the
-margin between the rewards grows. To see whether answers got better, let another script sample and score some:
-grpo.py --model RUN/checkpoint --num-steps 0.
+What both completions share is pushed up and down equally. Probability that is taken from the rejected completion may
+flow to any text, not only to the chosen one. So the chosen completion often ends less likely than at the start
+(pair/chosen_log_ratio < 0), although the margin between the rewards grows. To see whether answers got better, let
+another script sample and score some for its own prompts: grpo.py --model RUN/checkpoint --num-steps 0 (and --tiny, if
+it is the bundled model).
 
 Departures from the paper
-- AdamW (betas 0.9 and 0.95, no weight decay) instead of RMSprop.
+- AdamW (betas 0.9 and 0.95, no weight decay) instead of RMSprop. The learning rate is that of the authors' code, 5e-7;
+  the paper has 1e-6.
 - --label-smoothing is the probability ε that a label is wrong (cDPO, Mitchell 2023). It mixes the losses of the two
   orders with weights 1 − ε and ε; with 0, the default, the loss is the paper's.
 - The reference's log-probabilities are computed once, by the policy before its first step. No other model is loaded.
-- With bfloat16, the float32 weights start with random low bits. The blocks' rounding hides them at first, but they let
-  small steps change some of the rounded weights (see add_rounding_noise).
+- With bfloat16, the float32 weights start with noise below its resolution, because small steps would be rounded away:
+  ten steps of 1e-6 lower a loss of SmolLM2 from 2.84 to 2.46 with the noise, and to 2.82 without (docs/precision.md).
 
     python dpo.py
     python dpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset trl-lib/ultrafeedback_binarized
 
-The defaults below are for real models. models/tiny/config.json replaces some of them for the first command.
+The first command runs the settings TINY below, the second those of Args.
 """
 
+import argparse
+import glob
 import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -41,7 +46,6 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
-from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -49,23 +53,23 @@ from typing import Literal
 # Idle OpenMP threads spin, which slows a busy machine down; let them sleep. This must be set before torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import pandas
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tyro
-import wandb
-from datasets import load_dataset
+from datasets import Dataset, load_dataset
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 HERE = Path(__file__).parent
-RANK = int(os.environ.get("RANK", 0))  # torchrun sets these two
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+RANK = int(os.environ.get("RANK", 0))  # torchrun sets RANK and WORLD_SIZE
+WORLD_SIZE = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
 
 
 @dataclass
@@ -80,10 +84,12 @@ class Args:
 
     # model and data
     model: str = str(HERE / "models/tiny")
-    """folder or Hugging Face name of a causal language model; "task_defaults" in its config.json replaces defaults"""
+    """folder or Hugging Face name of a causal language model"""
+    tiny: bool = False
+    """use the settings TINY, those of the bundled model, for a checkpoint of it"""
     dataset: str = str(HERE / "data/preferences")
     """file, folder or Hugging Face NAME[:CONFIG[:SPLIT]] with the columns chosen and rejected, with or without prompt
-    (or question, problem)"""
+    (or question, problem); the columns system and tools are read, too"""
     system_prompt: str = ""
     """system message placed before every prompt that has none"""
     max_prompt_length: int = 512
@@ -95,7 +101,7 @@ class Args:
     num_steps: int = 1000
     """optimizer steps (0: evaluate only)"""
     learning_rate: float = 5e-7
-    """learning rate of AdamW; small models need a higher one, such as 1e-5 for 135 M parameters"""
+    """learning rate of AdamW (5e-7 in the authors' code); small models need a higher one: 1e-5 for 135 M parameters"""
     warmup_steps: int = 150
     """optimizer steps over which the learning rate rises from 0 (150 in the paper)"""
     minibatch_size: int = 64
@@ -128,22 +134,28 @@ class Args:
     """log to Weights & Biases as well (WANDB_MODE=offline works)"""
 
 
+# `python dpo.py` trains the bundled model with these settings. --tiny gives them to a checkpoint of it, too.
+TINY = {"learning_rate": 1e-4, "warmup_steps": 8, "num_steps": 64, "beta": 0.5}
+TINY |= {"system_prompt": "", "max_prompt_length": 32, "max_completion_length": 48, "eval_prompts": 512}
+TINY |= {"microbatch_tokens": 2048, "eval_every": 32, "save_every": 32, "precision": "float32"}
+
+
 def preference_loss(
     chosen_logprobs, rejected_logprobs, ref_chosen_logprobs, ref_rejected_logprobs, beta, label_smoothing
 ):
     """Eq. 7, summed over pairs; the caller divides by their number.
 
-    All (B,), in nats, summed over completion tokens. Each metric is a tuple (sum, count).
+    The four log-probabilities are (B,), in nats, summed over completion tokens. Metrics are pairs (sum, count).
     """
-    chosen_log_ratios = chosen_logprobs - ref_chosen_logprobs  # (B,)
-    rejected_log_ratios = rejected_logprobs - ref_rejected_logprobs
+    chosen_log_ratios = chosen_logprobs - ref_chosen_logprobs.detach()  # (B,)
+    rejected_log_ratios = rejected_logprobs - ref_rejected_logprobs.detach()
     margins = beta * (chosen_log_ratios - rejected_log_ratios)
     losses = -(1 - label_smoothing) * nn.functional.logsigmoid(margins)
     losses = losses - label_smoothing * nn.functional.logsigmoid(-margins)
     loss = losses.sum()
     values = {
         "loss/preference": losses,
-        "pair/accuracy": margins > 0,
+        "pair/accuracy": (margins > 0) + 0.5 * (margins == 0),  # before training, all margins are 0
         "pair/margin": margins,
         "pair/chosen_reward": beta * chosen_log_ratios,
         "pair/rejected_reward": beta * rejected_log_ratios,
@@ -155,53 +167,63 @@ def preference_loss(
 
 
 def pair_logprobs(policy, pairs):
-    """Return the log-probabilities of the chosen and the rejected completions, summed over tokens, (2, B)."""
-    rows = pairs or [FILLER]  # an empty part of microbatches: FSDP needs a pass, in step with those of other ranks
-    prompts = [pair["prompt_ids"] for pair in rows]
-    chosen = [pair["chosen_ids"] for pair in rows]
-    rejected = [pair["rejected_ids"] for pair in rows]
+    """Return the log-probabilities of the chosen and the rejected completions, summed over tokens, (B, 2)."""
+    prompts = [pair["prompt_ids"] for pair in pairs]
+    chosen = [pair["chosen_ids"] for pair in pairs]
+    rejected = [pair["rejected_ids"] for pair in pairs]
     device = policy.model.device
     logprobs = policy(*pad(prompts * 2, device), *pad(chosen + rejected, device))  # (2B, T), all chosen ones first
-    return logprobs.sum(1).view(2, -1)[:, : len(pairs)]  # without the filler
+    return logprobs.sum(1).view(2, -1).T
+
+
+def pair_loss(policy, pairs, args):
+    """Return preference_loss of these pairs, which have the reference's log-probabilities, and its metrics."""
+    rows = pairs or [FILLER]  # a rank that has run out of pairs still needs a pass, because FSDP's others do
+    logprobs = pair_logprobs(policy, rows)  # (B, 2)
+    ref_logprobs = torch.stack([row["ref_logprobs"] for row in rows]).to(logprobs)  # (B, 2)
+    count = len(pairs)  # without the filler
+    return preference_loss(
+        chosen_logprobs=logprobs[:count, 0],
+        rejected_logprobs=logprobs[:count, 1],
+        ref_chosen_logprobs=ref_logprobs[:count, 0],
+        ref_rejected_logprobs=ref_logprobs[:count, 1],
+        beta=args.beta,
+        label_smoothing=args.label_smoothing,
+    )
 
 
 @torch.no_grad()
-def look_up_pairs(policy, pairs, args):
-    """Return the log-probabilities of all pairs, a list [chosen, rejected] for each; every rank computes a part."""
+def add_ref_logprobs(policy, pairs, args):
+    """Add ref_logprobs (2,) to each pair: its pair_logprobs under this policy. Every rank computes a part."""
+    for pair in pairs:
+        pair["ref_logprobs"] = torch.zeros(2, dtype=torch.float64)
     parts = microbatches(pairs[RANK::WORLD_SIZE], args.microbatch_tokens)
-    for part in inner_bar(parts, "log-probabilities of pairs"):
-        # microbatches has sorted the pairs, so keep each result in its pair.
-        for pair, logprobs in zip(part, pair_logprobs(policy, part).T.tolist()):
-            pair["logprobs"] = logprobs
-    # Where another rank has computed a pair, it counts as 0 here, so the sum over ranks is what the one rank found.
-    return all_reduce([pair.pop("logprobs", [0.0, 0.0]) for pair in pairs])
+    for part in inner_bar(parts, "reference"):
+        for pair, logprobs in zip(part, pair_logprobs(policy, part or [FILLER])):
+            pair["ref_logprobs"] = logprobs.double().cpu()
+    table = torch.stack([pair["ref_logprobs"] for pair in pairs])  # (pairs, 2), 0 where another rank computes the pair
+    dist.all_reduce(table)
+    for pair, logprobs in zip(pairs, table):
+        pair["ref_logprobs"] = logprobs
 
 
+@torch.no_grad()
 def evaluate(policy, pairs, args):
     """Return the loss and its metrics on held-out pairs."""
-    logprobs = torch.tensor(look_up_pairs(policy, pairs, args), dtype=torch.float64)  # (B, 2)
-    ref_logprobs = torch.tensor([pair["ref_logprobs"] for pair in pairs], dtype=torch.float64)
-    _, metrics = preference_loss(*logprobs.T, *ref_logprobs.T, args.beta, args.label_smoothing)
-    metrics["pair/loss"] = metrics.pop("loss/preference")  # so that all are named eval/pair_*
-    # Here every rank has counted all pairs, which leaves the means as they are.
-    return mean_metrics([{f"eval/{name.replace('/', '_')}": value for name, value in metrics.items()}])
+    collected = []
+    parts = microbatches(pairs[RANK::WORLD_SIZE], args.microbatch_tokens)
+    for part in inner_bar(parts, "evaluation"):
+        _, metrics = pair_loss(policy, part, args)
+        metrics["pair/loss"] = metrics.pop("loss/preference")
+        collected.append(metrics)
+    return {f"eval/{name.replace('/', '_')}": value for name, value in mean_metrics(collected).items()}
 
 
 def accumulate_gradients(policy, pairs, divisor, args):
     """Accumulate the gradients of preference_loss / divisor over these pairs; return a list of its metrics."""
     collected = []
     for part in microbatches(pairs, args.microbatch_tokens):
-        chosen_logprobs, rejected_logprobs = pair_logprobs(policy, part)  # (B,) each
-        ref_logprobs = chosen_logprobs.new_tensor([pair["ref_logprobs"] for pair in part])
-        ref_chosen_logprobs, ref_rejected_logprobs = ref_logprobs.view(-1, 2).T
-        loss, metrics = preference_loss(
-            chosen_logprobs,
-            rejected_logprobs,
-            ref_chosen_logprobs,
-            ref_rejected_logprobs,
-            args.beta,
-            args.label_smoothing,
-        )
+        loss, metrics = pair_loss(policy, part, args)
         (loss / divisor).backward()
         collected.append(metrics)
     return collected
@@ -219,15 +241,17 @@ def main(args):
     if args.lora_rank:
         add_adapters(model, args.lora_rank)
     policy = prepare_model(LogprobModel(model), args, device)
-    optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    # The reference is the policy as it is here, before open_run may load a state.
-    for pairs in (train_pairs, eval_pairs):
-        for pair, logprobs in zip(pairs, look_up_pairs(policy, pairs, args)):
-            pair["ref_logprobs"] = logprobs
+    # The reference is the policy as it is here, before open_run may load a state. It reads all pairs once.
+    if eval_pairs:
+        add_ref_logprobs(policy, eval_pairs, args)
+    if args.num_steps > 0:
+        add_ref_logprobs(policy, train_pairs, args)
+    optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, (0.9, 0.95), weight_decay=0.0, fused=True)
+    init_moments(optimizer)
     last_step = open_run(args, policy, optimizer)
-    stops = catch_signals()
-    divisor = args.minibatch_size // WORLD_SIZE  # FSDP's mean over ranks makes this a mean over the minibatch's pairs
-    if last_step == 0 and eval_pairs:
+    signals = catch_signals()
+    divisor = args.minibatch_size // WORLD_SIZE  # pairs of this rank; FSDP takes the mean over ranks
+    if eval_pairs and not args.resume:
         log_step(args, 0, evaluate(policy, eval_pairs, args))
 
     progress = tqdm(range(last_step + 1, args.num_steps + 1), disable=RANK > 0)
@@ -246,7 +270,7 @@ def main(args):
         metrics["optim/grad_norm"] = grad_norm
         metrics["optim/learning_rate"] = learning_rate
         metrics["perf/step_seconds"] = time.perf_counter() - step_start
-        stopping = all_reduce(len(stops)) > 0
+        stopping = stop_requested(signals)
         if eval_pairs and not stopping and (step % args.eval_every == 0 or step == args.num_steps):
             metrics |= evaluate(policy, eval_pairs, args)
         log_step(args, step, metrics)
@@ -256,58 +280,63 @@ def main(args):
         if stopping:
             break
 
-    end_run(args, stops)
+    end_run(args, signals)
 
 
-# ---- below: what the scripts of this repository share, as identical copies, in the order of use
+# ---- below: what several scripts share, as identical copies, in the order of use
 
+PATHS = ("model", "dataset")  # flags that may name a file or folder
 PROMPT_COLUMNS = ("prompt", "question", "problem")
 READ_COLUMNS = (*PROMPT_COLUMNS, "chosen", "rejected", "system", "tools")
+FORMATS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
 LORA_ALPHA = 32  # an adapter's output is multiplied by alpha / rank
-LINEAR_LAYERS = ("Linear", "FalconLinear")  # classes that get adapters; other subclasses, such as routers, do more
-FILLER = {"prompt_ids": [0], "chosen_ids": [0], "rejected_ids": [0]}  # a pair whose results nobody uses
+LINEAR_LAYERS = ("Linear", "FalconLinear")  # classes that get adapters; subclasses, such as routers, may do more
+FILLER = {"prompt_ids": [0], "chosen_ids": [0], "rejected_ids": [0], "ref_logprobs": torch.zeros(2)}  # for nobody
 
 # A progress bar within a step, which appears after five seconds.
 inner_bar = partial(tqdm, leave=False, delay=5, disable=RANK > 0)
 
 
 def parse_args():
-    """Read the flags; defaults are the settings of the run to resume, or those in the model's config.json."""
-    flags = [flag.replace("=~/", f"={Path.home()}/") for flag in sys.argv[1:]]  # shells leave the ~ of --flag=~/x
-    args = tyro.cli(Args, args=flags)  # only for --model and --resume, which say where the defaults are
-    if args.resume:
-        file = Path(args.resume, "args.json")
+    """Read the flags. Their defaults are TINY, those of Args or, with --resume, the settings of the run."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--model")
+    first.add_argument("--tiny", action=argparse.BooleanOptionalAction)
+    first.add_argument("--resume")
+    given, _ = first.parse_known_args()
+    defaults = {}
+    if given.resume:
+        file = Path(given.resume, "args.json")
         if not file.exists():
-            raise SystemExit(f"--resume {args.resume}: this is not the folder of a run, {file} does not exist")
+            raise SystemExit(f"--resume {given.resume}: this is not the folder of a run, {file} does not exist")
         settings = json.loads(file.read_text())
-        script = Path(sys.argv[0]).name  # the started file, which may import this one
-        started = settings.pop("script", script)
-        if started != script:
-            raise SystemExit(f"--resume {args.resume}: this run was started with {started}, not with {script}")
-        settings["run_dir"] = ""  # the same folder again, unless --run-dir names another
-    else:
-        config, _ = PreTrainedConfig.get_config_dict(args.model)
-        if "quantization_config" in config:
-            raise SystemExit(f"{args.model} is quantized: train the model that it was made from")
-        settings = config.get("task_defaults", {})
-        settings |= settings.get(Path(__file__).name, {})  # for this script alone
-        settings = {name: value for name, value in settings.items() if name in vars(args)}  # not those of other scripts
-        if RANK == 0:
-            print(f"defaults from the model's config.json (your flags replace them): {settings}")
-    args = tyro.cli(Args, args=flags, default=Args(**settings))
-    if args.resume and args.lora_rank != settings["lora_rank"]:
-        raise SystemExit(f"--resume {args.resume}: --lora-rank must stay {settings['lora_rank']}")
+        unknown = sorted(settings.keys() - vars(Args()).keys() - {"script"})
+        if unknown and RANK == 0:
+            print(f"{file}: settings that this version does not have are ignored: {', '.join(unknown)}")
+        defaults = {name: value for name, value in settings.items() if name in vars(Args())}
+        defaults["run_dir"] = ""  # the same folder again, unless --run-dir names another
+    elif given.tiny or given.model is None:
+        defaults = TINY
+    args = tyro.cli(Args, default=Args(**defaults))
+    for name in PATHS:  # absolute, because a run may be resumed from another folder
+        path = getattr(args, name)
+        if path and Path(path).exists():
+            setattr(args, name, os.path.abspath(path))
+    if args.resume:
+        current = vars(args) | {"script": Path(sys.argv[0]).name}  # the started file, which may import this one
+        for name in ("script", "dataset", "eval_prompts", "lora_rank"):  # others would train on held-out rows, or fail
+            if current[name] != settings.get(name, current[name]):
+                raise SystemExit(f"--resume {args.resume}: {name} must stay {settings[name]}, as in {file}")
     if args.run_dir and Path(args.run_dir).exists():
         raise SystemExit(f"--run-dir {args.run_dir} exists: name a new folder, or give --resume {args.run_dir} alone")
-    for name in ("model", "dataset"):  # a run may be resumed in another folder
-        path = Path(getattr(args, name))
-        if path.exists():
-            setattr(args, name, os.path.abspath(path))
     return args
 
 
 def init_ranks():
     """Join the process group of torchrun, or make a group of one; return this rank's device."""
+    if hasattr(sys.stdout, "reconfigure"):  # a notebook's has none
+        sys.stdout.reconfigure(errors="replace")  # a letter that the terminal lacks must not end a run
     device = torch.device("cpu")
     backend = "gloo"
     if torch.cuda.is_available():
@@ -315,10 +344,9 @@ def init_ranks():
         backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timedelta(hours=2))
-    elif not dist.is_initialized():
+        dist.init_process_group(backend, timeout=timedelta(hours=2))  # ranks may sample for very different times
+    elif not dist.is_initialized():  # it is in a notebook, after a run that failed
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        sys.excepthook = sys.__excepthook__  # a traceback of a single process needs no "[rank0]:" in each line
     return device
 
 
@@ -357,38 +385,39 @@ def load_pairs(args, tokenizer):
 
 
 def load_splits(name, num_held_out):
-    """Load training rows, and rows to hold out, whose prompts are dropped from training when rows are read."""
-    path, _, rest = name.partition(":")  # NAME, NAME:CONFIG or NAME:CONFIG:SPLIT
-    config, _, split = rest.partition(":")
-    train = split or "train"
-    file_type = Path(name.removesuffix(".gz")).suffix
+    """Load training rows and rows to hold out, whose prompts are taken out when training rows are read.
+
+    Rows are held out of the split test, else of validation, else of train; beside train_sft, these are test_sft, ...
+    """
+    path, config, split = name, None, ""
+    if not Path(name).exists():  # NAME, NAME:CONFIG or NAME:CONFIG:SPLIT
+        path, config, split, *_ = [*name.split(":"), "", ""]
+    file_type = Path(name.lower().removesuffix(".gz")).suffix
     try:
-        if file_type in (".csv", ".tsv"):
-            separator = {".csv": ",", ".tsv": "\t"}[file_type]
-            # Read blanks as "": as missing values they would turn whole numbers into floats. No column is an index.
-            splits = load_dataset("csv", data_files=name, sep=separator, keep_default_na=False, index_col=False)
-        elif file_type in (".json", ".jsonl", ".ndjson"):
-            splits = load_dataset("json", data_files=name)
-        elif file_type == ".parquet":
-            splits = load_dataset("parquet", data_files=name)
+        if file_type in SEPARATORS:
+            # All columns are texts, as they stand in the file: no 7 for 007, and no missing value for NA.
+            table = pandas.read_csv(name, sep=SEPARATORS[file_type], dtype=str, keep_default_na=False, index_col=False)
+            splits = {"train": Dataset.from_pandas(table)}
+        elif file_type in FORMATS:
+            splits = load_dataset(FORMATS[file_type], data_files=glob.escape(name))
         else:
             splits = load_dataset(path, config or None)
-    except Exception as error:  # the cause of one of datasets' own errors says more
+    except Exception as error:  # datasets wraps the error that says more
         raise SystemExit(f"{name} cannot be read: {error.__cause__ or error!r}") from error
-    # Hold out rows of the test split, else of validation, else of the training split. With train_sft it is test_sft.
+    train = split or "train"
     candidates = [train.replace("train", kind) for kind in ("test", "validation", "train")]
-    found = [candidate for candidate in candidates if candidate in splits]
-    if not found or (split and split not in splits):
+    candidates = [candidate for candidate in candidates if candidate in splits]
+    if not candidates or (split and split not in splits):
         raise SystemExit(f"{name} has only the splits {list(splits)}: name one of them, as in NAME:CONFIG:SPLIT")
-    rows = splits[found[0]]
-    most = len(rows)
-    if found[0] == train:
-        most = len(rows) // 5
-    if num_held_out < 0 or num_held_out > most:
-        num_held_out = most
+    rows = splits[candidates[0]]
+    limit = len(rows)
+    if candidates[0] == train:
+        limit = len(rows) // 5
+    if num_held_out < 0 or num_held_out > limit:
+        num_held_out = limit
     if RANK == 0:
         unread = [column for column in rows.column_names if column not in READ_COLUMNS]
-        print(f"{name}: {num_held_out} of {len(rows)} rows of split {found[0]} are held out; unread columns: {unread}")
+        print(f"{name}: {num_held_out} of {len(rows)} rows of {candidates[0]} are held out; unread columns: {unread}")
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
     held_out = rows.select(order[:num_held_out].sort().values)
     return splits.get(train, []), held_out
@@ -470,7 +499,7 @@ def split_pair(row, has_template):
 
 
 def find_column(row, names):
-    """Return the first of these columns in a row, as a text or messages: "" if it is empty, None if there is none."""
+    """Return the first of these columns in a row, a text or messages: "" if it is empty, None if there is none."""
     for name in names:
         if name in row:
             value = row[name]
@@ -478,11 +507,7 @@ def find_column(row, names):
                 return ""
             if isinstance(value, (str, list)):
                 return value
-            if isinstance(value, float):
-                if abs(value) >= 2**53:
-                    raise ValueError(f"{value} may have lost digits: write large numbers in quotes, in a JSON file")
-                return f"{Decimal(str(value)):f}"  # 0.00001, not 1e-05
-            return json.dumps(value)  # true, not True
+            return json.dumps(value)  # numbers as texts, and true rather than True
     return None
 
 
@@ -506,7 +531,7 @@ def as_messages(value, role):
 
 
 def without_nulls(value):
-    """Take out the nulls that parquet fills into dictionaries, wherever they are."""
+    """Take out the nulls with which Arrow gives all dictionaries of a column the same keys."""
     if isinstance(value, dict):
         return {name: without_nulls(field) for name, field in value.items() if field is not None}
     if isinstance(value, list):
@@ -564,7 +589,6 @@ def load_model(name, tokenizer):
         torch.set_num_threads(1)  # on a CPU, more threads would mostly wait for each other
     # nn.Embedding gives the row padding_idx no gradient, but the padding token may also be the stop token.
     model.get_input_embeddings().padding_idx = None
-    model.config_file, _ = PreTrainedConfig.get_config_dict(name)  # for save
     stop_ids = model.generation_config.eos_token_id
     if not isinstance(stop_ids, list):
         stop_ids = [stop_ids]
@@ -578,31 +602,26 @@ def load_model(name, tokenizer):
 def check_model(model, args):
     """Exit if texts may exceed the model's context, or if head_logprobs does not compute what the model does."""
     longest = args.max_prompt_length + args.max_completion_length
-    context = max_context(model)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
     if longest > context:
-        raise SystemExit(f"the maximum lengths add up to {longest} tokens, but the model's context has only {context}")
+        raise SystemExit(
+            f"--max-prompt-length and --max-completion-length add up to {longest} tokens, but the model's context has "
+            f"only {context}; a checkpoint of the bundled model needs --tiny"
+        )
     # A model may change its logits in a way that head_logprobs does not know.
-    ids = torch.arange(8)  # any inputs and targets show it
+    ids = torch.arange(8)  # eight arbitrary tokens, as inputs and as targets
     hidden = model.base_model(input_ids=ids.unsqueeze(0)).last_hidden_state
-    logprobs, _ = head_logprobs(model, hidden[0], ids, 1.0)
+    logprobs = head_logprobs(model, hidden[0], ids)
     logits = model(input_ids=ids.unsqueeze(0)).logits
     expected = -nn.functional.cross_entropy(logits[0], ids, reduction="none")
     if not torch.allclose(logprobs, expected, atol=0.01):
         raise SystemExit("log-probabilities differ from the model's own: its LM head is not supported")
 
 
-def max_context(model):
-    """Return how many tokens a model can read, as far as its config says it."""
-    config = model.config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":  # beyond this length, a row's results depend on the longest row beside it
-        return rope["original_max_position_embeddings"]
-    return getattr(config, "max_position_embeddings", math.inf)
-
-
-def head_logprobs(model, hidden, targets, temperature):
-    """Return log-probabilities of targets (N,), and entropies, under softmax(head(hidden) / temperature)."""
+def head_logprobs(model, hidden, targets):
+    """Return the log-probabilities of targets (N,) under softmax(head(hidden))."""
     head = model.get_output_embeddings()
+    # What some families do to logits. If another is missing here, check_model says so.
     config = model.config.get_text_config().to_dict()
     scale = config.get("logit_scale") or 1  # Cohere's
     scale = config.get("lm_head_multiplier", scale)  # Falcon-H1's
@@ -615,31 +634,24 @@ def head_logprobs(model, hidden, targets, temperature):
             logits = logits * scale
         if cap:
             logits = (logits / cap).tanh() * cap
-        if temperature != 1:
-            logits = logits / temperature
-        logprobs = logits.log_softmax(-1)
-        with torch.no_grad():  # entropies are only logged; an entropy bonus would need their gradient
-            entropies = -(logprobs.exp() * logprobs).sum(-1)
-        return logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), entropies
+        return logits.log_softmax(-1).gather(1, targets.unsqueeze(1)).squeeze(1)
 
-    # All logits (N, V) might not fit: compute chunks of 2**25 numbers, and compute them again in the backward pass.
+    # All logits (N, V) might not fit: compute chunks of 2**25 numbers (128 MiB), and again in the backward pass.
     size = 2**25 // head.weight.shape[0]
     if len(hidden) <= size:
         return chunk_logprobs(hidden, targets)
     chunks = zip(hidden.split(size), targets.split(size))
-    parts = [checkpoint(chunk_logprobs, *chunk, use_reentrant=False) for chunk in chunks]
-    logprobs, entropies = zip(*parts)
-    return torch.cat(logprobs), torch.cat(entropies)
+    return torch.cat([checkpoint(chunk_logprobs, *chunk, use_reentrant=False) for chunk in chunks])
 
 
-def add_adapters(model, rank):
+def add_adapters(model, lora_rank):
     """Freeze a model and give each linear layer of its blocks a LoRA adapter (arXiv 2106.09685)."""
     model.requires_grad_(False)
     torch.manual_seed(0)  # the same adapters on every rank
     for block in find_blocks(model):
         for name, layer in list(block.named_modules()):
             if type(layer).__name__ in LINEAR_LAYERS:
-                block.set_submodule(name, LoraLinear(layer, rank))
+                block.set_submodule(name, LoraLinear(layer, lora_rank))
     if not any(isinstance(module, LoraLinear) for module in model.modules()):
         raise SystemExit(f"--lora-rank: the blocks of {type(model).__name__} have none of the layers {LINEAR_LAYERS}")
 
@@ -672,30 +684,35 @@ class LoraLinear(nn.Module):
 
 
 def prepare_model(policy, args, device):
-    """Set up bfloat16, gradient checkpointing and FSDP2, where they are needed."""
+    """Set up bfloat16, gradient checkpointing and FSDP2, where they are needed.
+
+    With bfloat16, trained weights and all gradients are float32, and frozen weights of blocks bfloat16. The blocks
+    compute in bfloat16. Embeddings, final norm and head compute in float32, the head's product as in use_bfloat16.
+    """
     blocks = find_blocks(policy.model)
     mp_policy = MixedPrecisionPolicy()
     if args.precision == "bfloat16":
         use_bfloat16(blocks)
         mp_policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    if args.gradient_checkpointing:
+    if args.gradient_checkpointing:  # that of transformers does nothing without dropout, in eval mode
         for block in blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     # On one rank, all that FSDP2 does is to keep float32 weights and to compute with bfloat16 copies of them.
     if args.precision == "bfloat16" or WORLD_SIZE > 1:
+        mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
         frozen = set()
         if WORLD_SIZE == 1:  # frozen weights have their final precision, so copies would only take memory
             frozen = {weight for weight in policy.parameters() if not weight.requires_grad}
         for block in blocks:
-            fully_shard(block, mp_policy=mp_policy, ignored_params=frozen)
+            fully_shard(block, mesh=mesh, mp_policy=mp_policy, ignored_params=frozen)
         # all else, such as the head; by default, a root would keep its weights gathered after a forward
-        fully_shard(policy, reshard_after_forward=True, ignored_params=frozen)
+        fully_shard(policy, mesh=mesh, reshard_after_forward=True, ignored_params=frozen)
     return policy.to(device)
 
 
 def use_bfloat16(blocks):
     """Let the blocks compute in bfloat16, from float32 weights that small steps can still move."""
-    torch.set_float32_matmul_precision("medium")  # the LM head: TF32 on GPUs, bfloat16 on CPUs
+    torch.set_float32_matmul_precision("medium")  # for heads, and all else here: TF32 on GPUs, bfloat16 on CPUs
     torch.manual_seed(0)  # the same noise on every rank
     for block in blocks:
         block.forward = partial(in_bfloat16, block.forward)
@@ -708,7 +725,7 @@ def use_bfloat16(blocks):
 def in_bfloat16(forward, *args, **kwargs):
     """Call a block in bfloat16 on inputs that are float32 outside of it, and return float32."""
     for name, value in kwargs.items():
-        if name != "attention_mask":  # its lowest number would become -inf
+        if name != "attention_mask":  # its lowest float32 would become -inf, and a row of -inf gives nan
             kwargs[name] = cast(value, torch.bfloat16)
     return cast(forward(*cast(args, torch.bfloat16), **kwargs), torch.float32)
 
@@ -725,48 +742,45 @@ def cast(value, dtype):
 def add_rounding_noise(rounded):
     """Return bfloat16 numbers as float32, with noise in the lower 16 bits that rounding to bfloat16 takes away again.
 
-    All of 0.9981 to 1.0038 rounds to 1, so a step of 0.0001 would change no weight that starts at exactly 1. Of weights
-    that start at random places in this range, a step takes some over its edge, in proportion to the step's size. Most
-    checkpoints hold bfloat16 numbers, so their weights have no lower bits of their own.
+    All of 0.9981 to 1.0038 rounds to 1, so a step of 0.0001 would change no bfloat16 copy of a weight that starts at
+    exactly 1. Of weights that start at random places in this range, a step takes some over its edge, in proportion to
+    the step's size. Most checkpoints hold bfloat16 numbers, which have no lower bits; those of float32 lose theirs.
     """
-    # The last bit that bfloat16 keeps is 2**16 here, and the noise is less than half of it, also at powers of two.
+    # As an int32, the last bit that bfloat16 keeps is 2**16. The noise is less than half of it, also at powers of two.
     noise = torch.randint(-32767, 32768, rounded.shape, dtype=torch.int32) * (rounded != 0)
     return (rounded.float().view(torch.int32) + noise).view(torch.float32)
 
 
 class LogprobModel(nn.Module):
-    """Make token_logprobs a forward, because FSDP gathers weights, such as the LM head's, only for a forward."""
+    """A model whose forward is token_logprobs, because FSDP gathers the weights of a head only in a forward."""
 
     def __init__(self, model):
         super().__init__()
         self.model = model
 
     def forward(self, prompt_ids, prompt_mask, completion_ids, completion_mask):
-        inputs = (prompt_ids, prompt_mask, completion_ids, completion_mask)
-        logprobs, _ = token_logprobs(self.model, *inputs, temperature=1.0)  # entropies are not logged here
-        return logprobs
+        return token_logprobs(self.model, prompt_ids, prompt_mask, completion_ids, completion_mask)
 
 
-def token_logprobs(model, prompt_ids, prompt_mask, completion_ids, completion_mask, temperature):
-    """Return the log-probabilities of completion tokens, and entropies (without gradient).
+def token_logprobs(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
+    """Return the log-probabilities of completion tokens.
 
-    prompts (B, P), completions (B, T) -> logprobs, entropies (B, T) in nats, 0 where masked.
+    prompts (B, P), completions (B, T) -> logprobs (B, T) in nats, 0 outside the mask.
     """
     completion_mask = completion_mask.bool()
     ids = torch.cat([prompt_ids, completion_ids], 1)  # (B, P + T)
     mask = torch.cat([prompt_mask.bool(), completion_mask], 1)
-    sampled = torch.cat([torch.zeros_like(prompt_ids, dtype=torch.bool), completion_mask], 1)
+    targets = torch.cat([torch.zeros_like(prompt_ids, dtype=torch.bool), completion_mask], 1)  # which tokens these are
     # With all padding moved to the right, a causal model needs neither mask nor position ids.
     ids = pad_sequence([row[kept] for row, kept in zip(ids, mask)], batch_first=True)  # (B, W)
-    sampled = pad_sequence([row[kept] for row, kept in zip(sampled, mask)], batch_first=True)
+    targets = pad_sequence([row[kept] for row, kept in zip(targets, mask)], batch_first=True)
     hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state  # (B, W, D)
-    # Each token is predicted at the place before its own. Both masks list the tokens row by row.
-    hidden = hidden[:, :-1][sampled[:, 1:]]  # (N, D)
-    found = head_logprobs(model, hidden, completion_ids[completion_mask], temperature)  # (N,) each
-    logprobs = found[0].new_zeros(completion_mask.shape)
-    entropies = torch.zeros_like(logprobs)
-    logprobs[completion_mask], entropies[completion_mask] = found
-    return logprobs, entropies
+    # Each token is predicted at the place before its own. Both masks give the N tokens in the same order, row by row.
+    hidden = hidden[:, :-1][targets[:, 1:]]  # (N, D)
+    flat_logprobs = head_logprobs(model, hidden, completion_ids[completion_mask])  # (N,)
+    logprobs = flat_logprobs.new_zeros(completion_mask.shape)  # (B, T)
+    logprobs[completion_mask] = flat_logprobs
+    return logprobs
 
 
 def microbatches(pairs, max_tokens):
@@ -802,17 +816,29 @@ def pad(rows, device):
     return pad_sequence(rows, batch_first=True), pad_sequence(mask, batch_first=True)
 
 
+def init_moments(optimizer):
+    """Make AdamW's state, all 0, as its first step would; a save before that step would count as one."""
+    for group in optimizer.param_groups:
+        for weight in group["params"]:
+            if weight.requires_grad:
+                optimizer.state[weight] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=weight.device),
+                    "exp_avg": torch.zeros_like(weight),
+                    "exp_avg_sq": torch.zeros_like(weight),
+                }
+
+
 def open_run(args, policy, optimizer):
     """Create the run's folder, or load the state of the run to resume; return the last step done."""
     last_step = 0
     if args.resume:
         args.run_dir = args.run_dir or args.resume
-        if RANK == 0 and args.run_dir != args.resume:  # a branch, which leaves the run to resume alone
-            shutil.copytree(args.resume, args.run_dir)
+        if RANK == 0 and args.run_dir != args.resume:  # a copy goes on, and the old run stays as it is
+            shutil.copytree(args.resume, args.run_dir, symlinks=True, ignore=shutil.ignore_patterns("wandb*"))
         dist.barrier()
         last_step = load_state(Path(args.run_dir), policy, optimizer)
     elif not args.run_dir:
-        started = int(all_reduce(time.time(), dist.ReduceOp.MAX))  # the same on all ranks
+        started = int(1e6 * all_reduce(time.time(), dist.ReduceOp.MAX))  # in microseconds, the same on all ranks
         args.run_dir = f"runs/{Path(sys.argv[0]).stem}__{args.seed}__{started}"
     if RANK == 0:
         kind = type(policy.model).__name__
@@ -820,8 +846,9 @@ def open_run(args, policy, optimizer):
         Path(args.run_dir).mkdir(parents=True, exist_ok=bool(args.resume))
         settings = {"script": Path(sys.argv[0]).name} | vars(args)
         Path(args.run_dir, "args.json").write_text(json.dumps(settings, indent=2))
+        Path(args.run_dir, "metrics.jsonl").touch()
         if args.track:
-            wandb.init(name=args.run_dir, dir=args.run_dir, config=vars(args))
+            track_run(args)
     return last_step
 
 
@@ -832,32 +859,43 @@ def load_state(run_dir, policy, optimizer):
         raise SystemExit(f"--resume {run_dir}: this run has no saved state; start it again without --resume")
     # dcp.load fills tensors in place, so it is given the present state.
     model, moments = dcp_state.get_state_dict(policy, optimizer)
-    dcp.load({"model": model}, checkpoint_id=folders[-1])
-    # Weights that never had a gradient, such as an unused expert's, have no moments: allow that they are missing.
-    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
-    dcp.load({"optimizer": moments}, checkpoint_id=folders[-1], planner=planner)
+    dcp.load({"model": model, "optimizer": moments}, checkpoint_id=folders[-1])
     dcp_state.set_state_dict(policy, optimizer, model_state_dict=model, optim_state_dict=moments)
     step = int(folders[-1].name)
     if RANK == 0:
-        for log in [*run_dir.glob("metrics.jsonl"), *run_dir.glob("*samples.jsonl")]:
-            lines = [line for line in log.read_text().splitlines(True) if line.endswith("\n")]  # whole ones
-            log.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
+        for name in ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl"):
+            log = run_dir / name
+            if log.exists():
+                lines = [line for line in log.read_text().splitlines(True) if line.endswith("\n")]  # whole ones
+                log.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
     return step
 
 
+def track_run(args):
+    """Start a run of Weights & Biases, or continue that of the run to resume."""
+    import wandb  # which takes its time
+
+    file = Path(args.run_dir, "wandb_id")
+    if not file.exists():
+        file.write_text(os.urandom(8).hex())
+    run_id = file.read_text()
+    wandb.init(id=run_id, resume="allow", name=args.run_dir, dir=args.run_dir, config=vars(args), allow_val_change=True)
+
+
 def catch_signals():
-    """Return a list to which Ctrl-C and SIGTERM append; the second of a kind stops the run at once."""
-    received = []
+    """Return a list to which Ctrl-C and SIGTERM append; a second Ctrl-C stops the run at once."""
+    signals = []
 
     def request_stop(signum, _frame):
-        received.append(signum)
-        signal.signal(signum, signal.default_int_handler)  # KeyboardInterrupt
+        signals.append(signum)
+        if signum == signal.SIGINT:  # SIGTERM may come twice, from a scheduler and from torchrun
+            signal.signal(signum, signal.default_int_handler)  # KeyboardInterrupt
         # Unlike print, os.write is safe in a signal handler.
         os.write(2, b"\nsaving and stopping after this step; press Ctrl-C again to stop at once\n")
 
     signal.signal(signal.SIGINT, request_stop)
     signal.signal(signal.SIGTERM, request_stop)
-    return received
+    return signals
 
 
 def log_step(args, step, metrics):
@@ -866,10 +904,12 @@ def log_step(args, step, metrics):
     if RANK > 0:
         return
     if args.track:
+        import wandb
+
         wandb.log({"step": step} | metrics)
-    found = [f"{name.removeprefix('eval/')} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/")]
-    if found:
-        tqdm.write(f"evaluation after step {step}: {', '.join(found)}")
+    shown = [f"{name.removeprefix('eval/')} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/")]
+    if shown:
+        tqdm.write(f"evaluation after step {step}: {', '.join(shown)}")
 
 
 def append_line(args, name, step, values):
@@ -883,14 +923,14 @@ def mean_metrics(collected):
     """Add each metric's (sum, count) over microbatches and ranks, and divide; skip those with count 0."""
     totals = {}
     for metrics in collected:
-        for name, pair in metrics.items():
-            totals[name] = totals.get(name, 0) + torch.tensor(pair, dtype=torch.float64)
-    pairs = all_reduce([pair.tolist() for pair in totals.values()])
-    return {name: total / count for name, (total, count) in zip(totals, pairs) if count > 0}
+        for name, sum_and_count in metrics.items():
+            totals[name] = totals.get(name, 0) + torch.tensor(sum_and_count, dtype=torch.float64)
+    sums = all_reduce([total.tolist() for total in totals.values()])
+    return {name: total / count for name, (total, count) in zip(totals, sums) if count > 0}
 
 
 def pick_rows(rows, start, count, seed):
-    """Pick count rows from place start on of an endless order: all rows shuffled, all shuffled anew, and so on."""
+    """Return rows start to start + count of an endless series: all rows shuffled, all shuffled anew, and so on."""
     picked = []
     while len(picked) < count:
         epoch, first = divmod(start + len(picked), len(rows))
@@ -917,27 +957,32 @@ def step_optimizer(policy, optimizer, learning_rate, max_grad_norm):
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     if not math.isfinite(grad_norm):
-        tqdm.write(f"skipped an optimizer step, because the gradient norm was {grad_norm}")
+        if RANK == 0:
+            tqdm.write(f"skipped an optimizer step, because the gradient norm was {grad_norm}")
     elif grad_norm > 0:  # without a gradient AdamW would continue in its last direction
         optimizer.step()
     optimizer.zero_grad()
     return grad_norm
 
 
+def stop_requested(signals):
+    """Return whether a signal has come to any rank."""
+    return all_reduce(len(signals), dist.ReduceOp.MAX) > 0
+
+
 def save(run_dir, policy, optimizer, tokenizer, step):
-    """Write checkpoint/, a Hugging Face model, and then state/STEP, which --resume loads."""
+    """Write checkpoint/, a Hugging Face model, and then state/STEP, which --resume loads, unless it is there."""
     run_dir = Path(run_dir)
+    state = run_dir / f"state/{step:08d}"
+    if all_reduce(state.exists(), dist.ReduceOp.MAX):
+        return
     options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = dcp_state.get_model_state_dict(policy.model, options=options)  # only on rank 0
     if RANK == 0:
         merge_adapters(weights)
-        tied = policy.model.all_tied_weights_keys  # names of weights that are other weights, too
+        tied = policy.model.all_tied_weights_keys  # second names of weights, such as a head that is the embedding
         weights = {name: weight.float() for name, weight in weights.items() if name not in tied}
         policy.model.save_pretrained(run_dir / "checkpoint.new", state_dict=weights)
-        # Add what transformers 5 no longer writes, such as rope_theta: programs built on transformers 4 need it.
-        config_file = run_dir / "checkpoint.new/config.json"
-        config = policy.model.config_file | json.loads(config_file.read_text())
-        config_file.write_text(json.dumps(config, indent=2))
         tokenizer.save_pretrained(run_dir / "checkpoint.new")
         shutil.rmtree(run_dir / "checkpoint", ignore_errors=True)
         (run_dir / "checkpoint.new").rename(run_dir / "checkpoint")
@@ -945,9 +990,9 @@ def save(run_dir, policy, optimizer, tokenizer, step):
     dcp.save({"model": model, "optimizer": moments}, checkpoint_id=run_dir / "state/unfinished")
     if RANK == 0:
         # The last thing to do, so that a killed save does not count.
-        (run_dir / "state/unfinished").rename(run_dir / f"state/{step:08d}")
+        (run_dir / "state/unfinished").rename(state)
         for older in sorted(run_dir.glob("state/0*"))[:-1]:
-            shutil.rmtree(older)
+            shutil.rmtree(older, ignore_errors=True)
 
 
 def merge_adapters(weights):
@@ -959,29 +1004,28 @@ def merge_adapters(weights):
             weights[layer + "weight"] = weights[layer + "weight"] + b @ a * (LORA_ALPHA / len(a))
 
 
-def end_run(args, stops):
-    """Print what the evaluations improved and how to continue; after a signal, exit with its code."""
+def end_run(args, signals):
+    """Print what the evaluations improved and how to go on; after a signal, exit with its code."""
     if RANK == 0:
-        log = Path(args.run_dir, "metrics.jsonl").read_text().splitlines()
-        evaluations = [row for row in map(json.loads, log) if any(name.startswith("eval/") for name in row)]
+        log = [json.loads(line) for line in Path(args.run_dir, "metrics.jsonl").read_text().splitlines()]
+        evaluations = [metrics for metrics in log if any(name.startswith("eval/") for name in metrics)]
         if len(evaluations) > 1:
-            for name in evaluations[-1]:
+            for name, value in evaluations[-1].items():
                 if name.startswith("eval/"):
-                    before = evaluations[0].get(name, math.nan)
-                    print(f"{name.removeprefix('eval/')} {before:.3f} -> {evaluations[-1][name]:.3f}")
+                    print(f"{name.removeprefix('eval/')} {evaluations[0][name]:.3f} -> {value:.3f}")
         if Path(args.run_dir, "checkpoint").exists():
-            print(f"model: {args.run_dir}/checkpoint; tools/plot.py and tools/look.py show the run")
-            if stops:
-                print(f"to continue: python {sys.argv[0]} --resume {args.run_dir}")
+            command = shlex.join(["python", sys.argv[0], "--resume", args.run_dir])
+            print(f"model: {args.run_dir}/checkpoint")
+            if signals:
+                print(f"to continue: {command}")
             else:
-                print(f"to train for longer: python {sys.argv[0]} --resume {args.run_dir} --num-steps N")
+                print(f"to train for longer: {command} --num-steps N")
     dist.destroy_process_group()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if stops:
-        raise SystemExit(128 + stops[0])
+    if signals:
+        raise SystemExit(128 + signals[0])
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")  # a letter that the terminal lacks must not end a run
     main(parse_args())

@@ -5,12 +5,14 @@ https://arxiv.org/abs/2402.03300v3, equation 3 and section 4.1.3.
 
     J(θ) = E_q 1/G Σᵢ 1/|oᵢ| Σₜ wᵢₜ { min(rᵢₜ Aᵢₜ, clip(rᵢₜ, 1 − ε, 1 + ε) Aᵢₜ) − β k3ᵢₜ }
 
-    q, oᵢ     prompt, and the i-th of the G completions sampled for it; |oᵢ| counts its tokens, the stop token included
-    rᵢₜ       π_θ(oᵢₜ) / π_old(oᵢₜ), π_old being the policy before the step's first update
+    q, oᵢ     prompt, and the i-th of its G completions; |oᵢ| counts its tokens, the stop token included
+    π(oᵢₜ)    the probability of the t-th token, given q and the tokens before it
+    rᵢₜ       π_θ(oᵢₜ) / π_old(oᵢₜ); π_old is the policy before the step's first update
     Aᵢₜ       Σⱼ (Rᵢⱼ − mean R) / std R over those steps j of oᵢ that end at token t or after it
     Rᵢⱼ       reward of a step, the final answer being the last; mean and std are over all steps of the group
-    k3ᵢₜ      ρ − log ρ − 1 with ρ = π_ref(oᵢₜ) / π_θ(oᵢₜ), π_ref being the model that training started from
-    wᵢₜ       min(π_old(oᵢₜ) / π_sampler(oᵢₜ), --sampler-weight-cap): the sampler rounds differently
+    k3ᵢₜ      ρ − log ρ − 1 with ρ = π_ref(oᵢₜ) / π_θ(oᵢₜ); π_ref is the model that training started from
+    wᵢₜ       min(π_old(oᵢₜ) / π_sampler(oᵢₜ), --sampler-weight-cap); the sampler has the weights of π_old, but computes
+              token by token with a cache, so bfloat16 rounds differently
     ε, β      --clip-eps, --kl-coef
 
 Compared with grpo.py
@@ -18,27 +20,30 @@ Compared with grpo.py
 - Each token has its own advantage, which counts no step that ended before it (compute_advantages).
 
 Departures from the paper
-- The weight w, which is close to 1, corrects for the rounding of the sampler (Yao et al. 2025, "Your Efficient RL
-  Framework Secretly Brings You Off-Policy RL Training").
-- A rollout has 512 completions, 8 for each of 64 prompts, and is used for two optimizer steps of 256. The paper uses
-  groups of 64 and makes one step, so that its ratio is always 1.
-- The standard deviation (with G − 1) gets 1e-4 added, and equal rewards have advantage 0. The paper mentions neither.
+- The weight w (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training") is near 1.
+- A rollout has 512 completions, 8 for each of 64 prompts, and is used for two optimizer steps of 256. The paper samples
+  64 for each of 16 prompts and makes one step, so that its ratio is always 1. Learning rate and β are the paper's.
+- AdamW's betas are 0.9 and 0.95, and gradients are clipped to norm 1. The paper does not give its own.
+- The standard deviation (divisor G − 1) gets 1e-4 added, and equal rewards have advantage 0; the paper says neither.
 - The reference stays the initial model; the paper's iterative variant replaces it between iterations.
 - Rules check each step and the final answer; the paper trains a reward model.
-- With bfloat16, the float32 weights start with random low bits. The blocks' rounding hides them at first, but they let
-  small steps change some of the rounded weights (see add_rounding_noise).
+- With bfloat16, the float32 weights start with noise below its resolution, because small steps would be rounded away:
+  ten steps of 1e-6 lower a loss of SmolLM2 from 2.84 to 2.46 with the noise, and to 2.82 without (docs/precision.md).
 
     python grpo_process.py
     python grpo_process.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k:main --group-size 8
 
-The defaults below are for real models. models/tiny/config.json replaces some of them for the first command.
+The first command runs the settings TINY below, the second those of Args.
 """
 
+import argparse
 import contextlib
+import glob
 import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -47,7 +52,6 @@ from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
-from decimal import Decimal
 from fractions import Fraction
 from functools import partial
 from itertools import accumulate
@@ -57,23 +61,23 @@ from typing import Literal
 # Idle OpenMP threads spin, which slows a busy machine down; let them sleep. This must be set before torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import pandas
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tyro
-import wandb
-from datasets import load_dataset
+from datasets import Dataset, load_dataset
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 HERE = Path(__file__).parent
-RANK = int(os.environ.get("RANK", 0))  # torchrun sets these two
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+RANK = int(os.environ.get("RANK", 0))  # torchrun sets RANK and WORLD_SIZE
+WORLD_SIZE = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
 
 
 @dataclass
@@ -92,7 +96,9 @@ class Args:
 
     # model and data
     model: str = str(HERE / "models/tiny")
-    """folder or Hugging Face name of a causal language model; "task_defaults" in its config.json replaces defaults"""
+    """folder or Hugging Face name of a causal language model"""
+    tiny: bool = False
+    """use the settings TINY, those of the bundled model, for a checkpoint of it"""
     dataset: str = str(HERE / "data/addition")
     """file, folder or Hugging Face NAME[:CONFIG[:SPLIT]] with the columns prompt (or question, problem) and answer
     (or solution, ground_truth); the columns system and tools are read, too"""
@@ -150,20 +156,26 @@ class Args:
     """log to Weights & Biases as well (WANDB_MODE=offline works)"""
 
 
-# The next three functions are the reward. Edit any of them.
+# `python grpo_process.py` trains the bundled model with these settings. --tiny gives them to a checkpoint of it, too.
+TINY = {"learning_rate": 1.5e-4, "warmup_steps": 8, "num_steps": 40, "prompts_per_step": 16, "minibatch_size": 64}
+TINY |= {"system_prompt": "", "max_prompt_length": 32, "max_completion_length": 48, "eval_prompts": 512}
+TINY |= {"microbatch_tokens": 1024, "precision": "float32"}
 
 
-def is_right(completion, answer):
-    """Return whether the final answer of a completion equals a row's answer; evaluations count this as accuracy."""
+# The next three functions are the reward. Edit any of them. Evaluations count is_correct as accuracy.
+
+
+def is_correct(completion, answer):
+    """Return whether the final answer of a completion equals a row's answer."""
     if answer is None:
         raise ValueError("no column answer, solution or ground_truth: rename a column, or write a reward of your own")
-    given = parse_answer(extract_answer(completion) or "")
-    return given != "" and given == parse_gold(answer)
+    extracted = parse_answer(extract_answer(completion) or "")
+    return extracted != "" and extracted == parse_gold(answer)
 
 
 def reward_fn(completion, answer):
-    """Return the reward of one completion. Both arguments are texts: an answer 148 in a file is "148"."""
-    return float(is_right(completion, answer))
+    """Return the reward of one completion. An answer is a text, "148" for a number, or None without such a column."""
+    return float(is_correct(completion, answer))
 
 
 def score_completions(completions, rows):
@@ -204,7 +216,9 @@ def calculate(a, operator, b):
         return a - b
     if operator == "*":
         return a * b
-    return a / b if b else None
+    if b == 0:
+        return None
+    return a / b
 
 
 def step_rewards(completion, row):
@@ -222,12 +236,12 @@ def step_rewards(completion, row):
     text = completion.replace("\\times", "     *").replace("\\cdot", "    *").replace("\\div", "   /")
     text = text.translate(str.maketrans("×·÷−$&\\", "**/-   "))
     steps = []
-    for found in re.finditer(STEP, text):
-        a, b, result = read_numbers(found[0])
-        if result != calculate(a, found[1], b):
-            steps.append((found.end(), 0.0))
+    for equation in re.finditer(STEP, text):
+        a, b, result = read_numbers(equation[0])
+        if result != calculate(a, equation[1], b):
+            steps.append((equation.end(), 0.0))
         elif result in needed and {a, b} <= known:
-            steps.append((found.end(), 1.0))
+            steps.append((equation.end(), 1.0))
             needed.remove(result)
     return steps
 
@@ -259,20 +273,20 @@ def compute_advantages(steps, group_size, completion_mask):
     """
     advantages = torch.zeros_like(completion_mask, dtype=torch.float32)
     for first in range(0, len(steps), group_size):
-        found = []  # the steps of a group
+        group_steps = []  # (row, tokens, reward)
         for row in range(first, first + group_size):
-            found += [(row, tokens, reward) for tokens, reward in steps[row]]
-        rewards = torch.tensor([reward for _, _, reward in found])
+            group_steps += [(row, tokens, reward) for tokens, reward in steps[row]]
+        rewards = torch.tensor([reward for _, _, reward in group_steps])
         if (rewards == rewards[0]).all():
             continue
         normalised = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
-        for (row, tokens, _), advantage in zip(found, normalised):
+        for (row, tokens, _), advantage in zip(group_steps, normalised):
             advantages[row, :tokens] += advantage
     return advantages
 
 
 def k3(log_ratio):
-    """Estimate KL(p || q) from log(q / p) at samples of p (Schulman's k3): never negative, and right in the mean."""
+    """Estimate KL(p || q) from log(q / p) at samples of p (Schulman's k3): unbiased, and never negative."""
     return log_ratio.expm1() - log_ratio  # expm1(x) is exp(x) - 1 without rounding errors near 0
 
 
@@ -289,28 +303,30 @@ def policy_loss(
 ):
     """The negative of eq. 3, summed over completions; the caller divides by their number.
 
-    All (B, T); ref_logprobs may be None. Metrics are pairs (sum, count), over tokens.
+    All (B, T); ref_logprobs may be None. Only logprobs get a gradient. Metrics are pairs (sum, count), over tokens.
     """
     mask = completion_mask.bool()
-    # What stands at masked places must not matter, not even inf or nan: set it to 0 before exp.
+    old_logprobs = old_logprobs.detach()
+    advantages = advantages.detach()
+    # Other code may leave inf or nan at masked places: set them to 0 before exp.
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
     ratio = log_ratio.exp()  # (B, T)
     clipped_ratio = ratio.clamp(1 - clip_eps, 1 + clip_eps)
     token_loss = -torch.min(ratio * advantages, clipped_ratio * advantages)  # (B, T)
     if ref_logprobs is not None:
-        # As in the paper; the gradient of k3 is not that of the KL (arXiv 2506.09477).
-        ref_kl = k3(torch.where(mask, ref_logprobs - logprobs, 0.0))
+        # As in the paper, although the expected gradient of k3 is not that of KL(π_θ || π_ref) (arXiv 2506.09477).
+        ref_kl = k3(torch.where(mask, ref_logprobs.detach() - logprobs, 0.0))
         token_loss = token_loss + kl_coef * ref_kl
-    sampler_log_ratio = torch.where(mask, old_logprobs - sampler_logprobs, 0.0)
+    sampler_log_ratio = torch.where(mask, old_logprobs - sampler_logprobs, 0.0).detach()
     weight = sampler_log_ratio.exp().clamp(max=sampler_weight_cap)  # (B, T)
     token_loss = torch.where(mask, weight * token_loss, 0.0)
-    lengths = mask.sum(1).clamp(min=1)  # (B,), at least 1, since microbatches may add a completion with no tokens
+    lengths = mask.sum(1).clamp(min=1)  # (B,); a filler of microbatches has no tokens
     loss = (token_loss.sum(1) / lengths).sum()
 
     num_tokens = mask.sum()
-    # Masked places have a ratio of 1, so they count nothing.
+    # At masked places all log-ratios are 0 and ratios 1, so they add nothing to these sums.
     metrics = {
-        "policy/approx_kl": (k3(log_ratio.detach()).sum(), num_tokens),
+        "policy/approx_kl": (k3(log_ratio.detach()).sum(), num_tokens),  # 0 in the first update of a step
         "policy/clip_fraction_low": (((ratio < 1 - clip_eps) & (advantages < 0)).sum(), num_tokens),
         "policy/clip_fraction_high": (((ratio > 1 + clip_eps) & (advantages > 0)).sum(), num_tokens),
         "policy/sampler_kl": (k3(sampler_log_ratio).sum(), num_tokens),
@@ -320,17 +336,20 @@ def policy_loss(
     return loss, metrics
 
 
-def accumulate_gradients(policy, batch, indices, divisor, is_first, args):
+# A batch is a dictionary of tensors with a row for each of B completions: prompt_ids, prompt_mask (B, P);
+# completion_ids, completion_mask, sampler_logprobs (B, T); advantages (B, T); with several updates, old_logprobs (B,
+# T); with a reference, ref_logprobs (B, T). policy(batch, temperature) returns log-probabilities and entropies (B, T).
+
+
+def accumulate_gradients(policy, batch, indices, divisor, args):
     """Accumulate the gradients of policy_loss / divisor over these completions; return dictionaries of metrics."""
     total_loss = 0.0
     collected = []
     for part in microbatches(batch, indices, args.microbatch_tokens):
         logprobs, entropies = policy(part, args.temperature)
-        if is_first:  # no update has been made, so the policy still is π_old
-            part["old_logprobs"] = logprobs.detach()
         loss, metrics = policy_loss(
             logprobs,
-            part["old_logprobs"],
+            part.get("old_logprobs", logprobs),
             part["sampler_logprobs"],
             part.get("ref_logprobs"),
             part["advantages"],
@@ -351,10 +370,10 @@ def main(args):
     device = init_ranks()
     check_args(args)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    train_prompts, eval_prompts = load_prompts(args, tokenizer)
+    train_rows, eval_rows = load_rows(args, tokenizer)
     model = load_model(args.model, tokenizer)
     check_model(model, args)
-    show_first_prompt((train_prompts or eval_prompts)[0], model, tokenizer)
+    show_first_row((train_rows or eval_rows)[0], model, tokenizer)
     if args.lora_rank:
         add_adapters(model, args.lora_rank)
     policy = prepare_model(LogprobModel(model), args, device)
@@ -364,13 +383,13 @@ def main(args):
     elif args.kl_coef:
         initial = load_model(args.model, tokenizer).requires_grad_(False)
         ref = prepare_model(LogprobModel(initial), args, device)
-    # step_optimizer sets the learning rate.
-    optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, (0.9, 0.95), weight_decay=0.0, fused=True)
+    init_moments(optimizer)
     last_step = open_run(args, policy, optimizer)
-    stops = catch_signals()
+    signals = catch_signals()
     rank_minibatch_size = args.minibatch_size // WORLD_SIZE
-    if last_step == 0 and eval_prompts:
-        log_step(args, 0, evaluate(policy, tokenizer, eval_prompts, args, 0))
+    if eval_rows and not args.resume:
+        log_step(args, 0, evaluate(policy, tokenizer, eval_rows, args, 0))
 
     progress = tqdm(range(last_step + 1, args.num_steps + 1), disable=RANK > 0)
     for step in progress:
@@ -380,38 +399,39 @@ def main(args):
 
         # rollout: sample a group of completions per prompt, score their steps, and compare these in each group
         first = (step - 1) * args.prompts_per_step
-        prompts = pick_rows(train_prompts, first, args.prompts_per_step, args.seed)[RANK::WORLD_SIZE]
-        prompts = [prompt for prompt in prompts for _ in range(args.group_size)]  # (B,)
-        batch, texts = sample_completions(policy, tokenizer, prompts, args.temperature, args)
-        rewards = check_rewards(score_completions(texts, prompts), texts)
-        samples = zip(batch["completion_ids"].tolist(), texts, prompts, rewards)
+        rows = pick_rows(train_rows, first, args.prompts_per_step, args.seed)[RANK::WORLD_SIZE]
+        rows = [row for row in rows for _ in range(args.group_size)]  # a row for each completion
+        batch, texts = sample_completions(policy, tokenizer, rows, args.temperature, args)
+        rewards = score_completions(texts, rows)
+        if stop_requested(signals):  # Ctrl-C may have ended programs that the reward runs, so drop this rollout
+            save(args.run_dir, policy, optimizer, tokenizer, step - 1)
+            break
+        rewards = check_rewards(rewards, texts)
+        samples = zip(batch["completion_ids"].tolist(), texts, rows, rewards)
         steps = [find_steps(tokenizer, *sample) for sample in samples]
         rewards = torch.tensor(rewards, dtype=torch.float32, device=device)  # (B,)
         batch["advantages"] = compute_advantages(steps, args.group_size, batch["completion_mask"])  # (B, T)
         rollout_end = time.perf_counter()
 
         # shuffled minibatches, and log-probabilities before the update
-        epochs = [torch.randperm(len(texts), device=device) for _ in range(args.update_epochs)]
-        minibatches = torch.cat(epochs).split(rank_minibatch_size)  # none has parts of two epochs (see check_args)
-        if ref is None:  # leave out completions of advantage 0: they have no gradient
+        minibatches = []
+        for _ in range(args.update_epochs):
+            minibatches += torch.randperm(len(texts), device=device).split(rank_minibatch_size)
+        if ref is None:  # completions of advantage 0 have no gradient: leave them out, also of the update's metrics
             minibatches = [indices[batch["advantages"][indices].any(1)] for indices in minibatches]
-        first_epoch = minibatches[: len(minibatches) // args.update_epochs]
-        # Later epochs need them for all completions. With one epoch, the first minibatch takes them from its own pass.
-        needed = first_epoch
-        if args.update_epochs == 1:
-            needed = first_epoch[1:]
-        batch["old_logprobs"] = compute_logprobs(policy, batch, needed, args)
+        first_epoch = minibatches[: len(minibatches) // args.update_epochs]  # has each completion once
+        if len(minibatches) > 1:  # with a single update, the policy is π_old itself
+            batch["old_logprobs"] = compute_logprobs(policy, batch, first_epoch, args)
         if ref is not None:
             batch["ref_logprobs"] = compute_logprobs(ref, batch, first_epoch, args)
 
         # update: one optimizer step per minibatch
         collected = [rollout_metrics(batch, rewards, args.group_size)]
-        num_steps = sum(len(found) - 1 for found in steps)  # without final answers
+        num_steps = sum(len(completion_steps) - 1 for completion_steps in steps)  # without final answers
         collected.append({"rollout/steps": (num_steps, len(texts))})
         for update, indices in enumerate(minibatches):
-            # Divide by all completions of this rank's minibatch, also those left out. FSDP takes the mean over ranks.
-            divisor = rank_minibatch_size
-            collected += accumulate_gradients(policy, batch, indices, divisor, update == 0, args)
+            divisor = rank_minibatch_size  # completions, also those left out; FSDP takes the mean over ranks
+            collected += accumulate_gradients(policy, batch, indices, divisor, args)
             optimizer_step = (step - 1) * len(minibatches) + update + 1
             learning_rate = args.learning_rate * min(1.0, optimizer_step / max(1, args.warmup_steps))
             grad_norm = step_optimizer(policy, optimizer, learning_rate, args.max_grad_norm)
@@ -425,70 +445,78 @@ def main(args):
         metrics["optim/learning_rate"] = learning_rate
         metrics["perf/rollout_seconds"] = rollout_end - step_start
         metrics["perf/step_seconds"] = time.perf_counter() - step_start
-        stopping = all_reduce(len(stops)) > 0
-        if eval_prompts and not stopping and (step % args.eval_every == 0 or step == args.num_steps):
-            metrics |= evaluate(policy, tokenizer, eval_prompts, args, step)
+        stopping = stop_requested(signals)
+        if eval_rows and not stopping and (step % args.eval_every == 0 or step == args.num_steps):
+            evaluation = evaluate(policy, tokenizer, eval_rows, args, step)
+            stopping = stop_requested(signals)  # then it may be wrong, as a rollout may be
+            if not stopping:
+                metrics |= evaluation
         log_step(args, step, metrics)
-        log_group(args, step, prompts[0], texts[: args.group_size], rewards[: args.group_size].tolist())
+        log_group(args, step, rows[0], texts[: args.group_size], rewards[: args.group_size].tolist())
         progress.set_postfix(reward=metrics["reward/mean"])
         if stopping or step % args.save_every == 0 or step == args.num_steps:
             save(args.run_dir, policy, optimizer, tokenizer, step)
         if stopping:
             break
 
-    end_run(args, stops)
+    end_run(args, signals)
 
 
-# ---- below: what the scripts of this repository share, as identical copies, in the order of use
+# ---- below: what several scripts share, as identical copies, in the order of use
 
+PATHS = ("model", "dataset")  # flags that may name a file or folder
 PROMPT_COLUMNS = ("prompt", "question", "problem")
 ANSWER_COLUMNS = ("answer", "solution", "ground_truth")
 READ_COLUMNS = (*PROMPT_COLUMNS, *ANSWER_COLUMNS, "system", "tools")
+FORMATS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
 EVAL_SAMPLES = 4  # completions per held-out prompt, for pass@1 and pass@4
 LORA_ALPHA = 32  # an adapter's output is multiplied by alpha / rank
-LINEAR_LAYERS = ("Linear", "FalconLinear")  # classes that get adapters; other subclasses, such as routers, do more
+LINEAR_LAYERS = ("Linear", "FalconLinear")  # classes that get adapters; subclasses, such as routers, may do more
 
 # A progress bar within a step, which appears after five seconds.
 inner_bar = partial(tqdm, leave=False, delay=5, disable=RANK > 0)
 
 
 def parse_args():
-    """Read the flags; defaults are the settings of the run to resume, or those in the model's config.json."""
-    flags = [flag.replace("=~/", f"={Path.home()}/") for flag in sys.argv[1:]]  # shells leave the ~ of --flag=~/x
-    args = tyro.cli(Args, args=flags)  # only for --model and --resume, which say where the defaults are
-    if args.resume:
-        file = Path(args.resume, "args.json")
+    """Read the flags. Their defaults are TINY, those of Args or, with --resume, the settings of the run."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--model")
+    first.add_argument("--tiny", action=argparse.BooleanOptionalAction)
+    first.add_argument("--resume")
+    given, _ = first.parse_known_args()
+    defaults = {}
+    if given.resume:
+        file = Path(given.resume, "args.json")
         if not file.exists():
-            raise SystemExit(f"--resume {args.resume}: this is not the folder of a run, {file} does not exist")
+            raise SystemExit(f"--resume {given.resume}: this is not the folder of a run, {file} does not exist")
         settings = json.loads(file.read_text())
-        script = Path(sys.argv[0]).name  # the started file, which may import this one
-        started = settings.pop("script", script)
-        if started != script:
-            raise SystemExit(f"--resume {args.resume}: this run was started with {started}, not with {script}")
-        settings["run_dir"] = ""  # the same folder again, unless --run-dir names another
-    else:
-        config, _ = PreTrainedConfig.get_config_dict(args.model)
-        if "quantization_config" in config:
-            raise SystemExit(f"{args.model} is quantized: train the model that it was made from")
-        settings = config.get("task_defaults", {})
-        settings |= settings.get(Path(__file__).name, {})  # for this script alone
-        settings = {name: value for name, value in settings.items() if name in vars(args)}  # not those of other scripts
-        if RANK == 0:
-            print(f"defaults from the model's config.json (your flags replace them): {settings}")
-    args = tyro.cli(Args, args=flags, default=Args(**settings))
-    if args.resume and args.lora_rank != settings["lora_rank"]:
-        raise SystemExit(f"--resume {args.resume}: --lora-rank must stay {settings['lora_rank']}")
+        unknown = sorted(settings.keys() - vars(Args()).keys() - {"script"})
+        if unknown and RANK == 0:
+            print(f"{file}: settings that this version does not have are ignored: {', '.join(unknown)}")
+        defaults = {name: value for name, value in settings.items() if name in vars(Args())}
+        defaults["run_dir"] = ""  # the same folder again, unless --run-dir names another
+    elif given.tiny or given.model is None:
+        defaults = TINY
+    args = tyro.cli(Args, default=Args(**defaults))
+    for name in PATHS:  # absolute, because a run may be resumed from another folder
+        path = getattr(args, name)
+        if path and Path(path).exists():
+            setattr(args, name, os.path.abspath(path))
+    if args.resume:
+        current = vars(args) | {"script": Path(sys.argv[0]).name}  # the started file, which may import this one
+        for name in ("script", "dataset", "eval_prompts", "lora_rank"):  # others would train on held-out rows, or fail
+            if current[name] != settings.get(name, current[name]):
+                raise SystemExit(f"--resume {args.resume}: {name} must stay {settings[name]}, as in {file}")
     if args.run_dir and Path(args.run_dir).exists():
         raise SystemExit(f"--run-dir {args.run_dir} exists: name a new folder, or give --resume {args.run_dir} alone")
-    for name in ("model", "dataset"):  # a run may be resumed in another folder
-        path = Path(getattr(args, name))
-        if path.exists():
-            setattr(args, name, os.path.abspath(path))
     return args
 
 
 def init_ranks():
     """Join the process group of torchrun, or make a group of one; return this rank's device."""
+    if hasattr(sys.stdout, "reconfigure"):  # a notebook's has none
+        sys.stdout.reconfigure(errors="replace")  # a letter that the terminal lacks must not end a run
     device = torch.device("cpu")
     backend = "gloo"
     if torch.cuda.is_available():
@@ -496,10 +524,9 @@ def init_ranks():
         backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timedelta(hours=2))
-    elif not dist.is_initialized():
+        dist.init_process_group(backend, timeout=timedelta(hours=2))  # ranks may sample for very different times
+    elif not dist.is_initialized():  # it is in a notebook, after a run that failed
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        sys.excepthook = sys.__excepthook__  # a traceback of a single process needs no "[rank0]:" in each line
     return device
 
 
@@ -525,97 +552,100 @@ def multiplies_bfloat16():
     return torch.cpu.get_capabilities().get("avx512_bf16", False)
 
 
-def load_prompts(args, tokenizer):
-    """Load training prompts and held-out prompts."""
-    train_rows, held_out_rows = load_splits(args.dataset, args.eval_prompts)
-    eval_prompts = read_prompts("held-out", held_out_rows, [], args, tokenizer)
-    held_out = {tuple(prompt["prompt_ids"]) for prompt in eval_prompts}
-    train_prompts = read_prompts("training", train_rows, held_out, args, tokenizer)
-    if args.num_steps > 0 and not train_prompts:
-        raise SystemExit(f"{args.dataset}: no prompt is left for training")
-    return train_prompts, eval_prompts
+def load_rows(args, tokenizer):
+    """Load training rows and held-out rows."""
+    train_split, held_out_split = load_splits(args.dataset, args.eval_prompts)
+    eval_rows = read_rows("held-out", held_out_split, [], args, tokenizer)
+    held_out = {tuple(row["prompt_ids"]) for row in eval_rows}
+    train_rows = read_rows("training", train_split, held_out, args, tokenizer)
+    if args.num_steps > 0 and not train_rows:
+        raise SystemExit(f"{args.dataset}: no row is left for training")
+    return train_rows, eval_rows
 
 
 def load_splits(name, num_held_out):
-    """Load training rows, and rows to hold out, whose prompts are dropped from training when rows are read."""
-    path, _, rest = name.partition(":")  # NAME, NAME:CONFIG or NAME:CONFIG:SPLIT
-    config, _, split = rest.partition(":")
-    train = split or "train"
-    file_type = Path(name.removesuffix(".gz")).suffix
+    """Load training rows and rows to hold out, whose prompts are taken out when training rows are read.
+
+    Rows are held out of the split test, else of validation, else of train; beside train_sft, these are test_sft, ...
+    """
+    path, config, split = name, None, ""
+    if not Path(name).exists():  # NAME, NAME:CONFIG or NAME:CONFIG:SPLIT
+        path, config, split, *_ = [*name.split(":"), "", ""]
+    file_type = Path(name.lower().removesuffix(".gz")).suffix
     try:
-        if file_type in (".csv", ".tsv"):
-            separator = {".csv": ",", ".tsv": "\t"}[file_type]
-            # Read blanks as "": as missing values they would turn whole numbers into floats. No column is an index.
-            splits = load_dataset("csv", data_files=name, sep=separator, keep_default_na=False, index_col=False)
-        elif file_type in (".json", ".jsonl", ".ndjson"):
-            splits = load_dataset("json", data_files=name)
-        elif file_type == ".parquet":
-            splits = load_dataset("parquet", data_files=name)
+        if file_type in SEPARATORS:
+            # All columns are texts, as they stand in the file: no 7 for 007, and no missing value for NA.
+            table = pandas.read_csv(name, sep=SEPARATORS[file_type], dtype=str, keep_default_na=False, index_col=False)
+            splits = {"train": Dataset.from_pandas(table)}
+        elif file_type in FORMATS:
+            splits = load_dataset(FORMATS[file_type], data_files=glob.escape(name))
         else:
             splits = load_dataset(path, config or None)
-    except Exception as error:  # the cause of one of datasets' own errors says more
+    except Exception as error:  # datasets wraps the error that says more
         raise SystemExit(f"{name} cannot be read: {error.__cause__ or error!r}") from error
-    # Hold out rows of the test split, else of validation, else of the training split. With train_sft it is test_sft.
+    train = split or "train"
     candidates = [train.replace("train", kind) for kind in ("test", "validation", "train")]
-    found = [candidate for candidate in candidates if candidate in splits]
-    if not found or (split and split not in splits):
+    candidates = [candidate for candidate in candidates if candidate in splits]
+    if not candidates or (split and split not in splits):
         raise SystemExit(f"{name} has only the splits {list(splits)}: name one of them, as in NAME:CONFIG:SPLIT")
-    rows = splits[found[0]]
-    most = len(rows)
-    if found[0] == train:
-        most = len(rows) // 5
-    if num_held_out < 0 or num_held_out > most:
-        num_held_out = most
+    rows = splits[candidates[0]]
+    limit = len(rows)
+    if candidates[0] == train:
+        limit = len(rows) // 5
+    if num_held_out < 0 or num_held_out > limit:
+        num_held_out = limit
     if RANK == 0:
         unread = [column for column in rows.column_names if column not in READ_COLUMNS]
-        print(f"{name}: {num_held_out} of {len(rows)} rows of split {found[0]} are held out; unread columns: {unread}")
+        print(f"{name}: {num_held_out} of {len(rows)} rows of {candidates[0]} are held out; unread columns: {unread}")
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
     held_out = rows.select(order[:num_held_out].sort().values)
     return splits.get(train, []), held_out
 
 
-def read_prompts(kind, rows, held_out, args, tokenizer):
-    """Read a split's prompts, without those whose ids are held out; print how many were dropped, and why."""
-    prompts, dropped = [], Counter()
+def read_rows(kind, rows, held_out, args, tokenizer):
+    """Read a split's rows, without those whose prompts are held out; print how many were dropped, and why."""
+    kept, dropped = [], Counter()
     for number, row in enumerate(rows):
         try:
-            prompt, reason = read_prompt(row, args, tokenizer)
-            if number == 0 and not reason and prompt["answer"] is None:
-                score_completions([""], [prompt])  # the default reward says here that it needs an answer
+            row_read, reason = read_row(row, args, tokenizer)
         except Exception as error:
             raise SystemExit(f"{args.dataset}, {kind} row {number}: {error!r}; the row is {row!r:.300}") from error
-        if not reason and tuple(prompt["prompt_ids"]) in held_out:
+        if not reason and tuple(row_read["prompt_ids"]) in held_out:
             reason = "held out, or with a held-out prompt"
         if reason:
             dropped[reason] += 1
         else:
-            prompts.append(prompt)
-    if RANK == 0:
-        unknown = sum(tokenizer.unk_token_id in prompt["prompt_ids"] for prompt in prompts)
-        print(f"{len(prompts)} {kind} rows, dropped: {dict(dropped)}, prompts with unknown tokens: {unknown}")
-    return prompts
+            kept.append(row_read)
+    if RANK == 0:  # many unknown tokens are a sign of a wrong tokenizer
+        unknown = sum(tokenizer.unk_token_id in row["prompt_ids"] for row in kept)
+        print(f"{len(kept)} {kind} rows, dropped: {dict(dropped)}, prompts with unknown tokens: {unknown}")
+    return kept
 
 
-def read_prompt(row, args, tokenizer):
-    """Return (the row with its prompt, answer and prompt_ids, "") or (None, why the row is dropped)."""
+def read_row(row, args, tokenizer):
+    """Return the row with its prompt, answer and prompt_ids, and ""; or None, and why the row is dropped."""
     prompt = find_column(row, PROMPT_COLUMNS)
     answer = find_column(row, ANSWER_COLUMNS)
     if not prompt:
         return None, f"without a prompt in one of the columns {', '.join(PROMPT_COLUMNS)}"
+    if isinstance(answer, list):
+        column = next(name for name in ANSWER_COLUMNS if name in row)
+        raise ValueError(f"column {column}: an answer must be a text, not a list")
     if answer is not None and parse_gold(answer) == "":
         return None, "without an answer"
     messages = as_messages(prompt, "user")
     system_prompt = row.get("system") or args.system_prompt
     if system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system_prompt})
-    prompt_ids = encode_prompt(tokenizer, messages, without_nulls(row.get("tools")))
+    continued = messages[-1]["role"] == "assistant"
+    prompt_ids = encode_prompt(tokenizer, messages, without_nulls(row.get("tools")), continued)
     if len(prompt_ids) > args.max_prompt_length:
         return None, "with a prompt longer than --max-prompt-length"
     return {**row, "prompt": prompt, "answer": answer, "prompt_ids": prompt_ids}, ""
 
 
 def find_column(row, names):
-    """Return the first of these columns in a row, as a text or messages: "" if it is empty, None if there is none."""
+    """Return the first of these columns in a row, a text or messages: "" if it is empty, None if there is none."""
     for name in names:
         if name in row:
             value = row[name]
@@ -623,11 +653,7 @@ def find_column(row, names):
                 return ""
             if isinstance(value, (str, list)):
                 return value
-            if isinstance(value, float):
-                if abs(value) >= 2**53:
-                    raise ValueError(f"{value} may have lost digits: write large numbers in quotes, in a JSON file")
-                return f"{Decimal(str(value)):f}"  # 0.00001, not 1e-05
-            return json.dumps(value)  # true, not True
+            return json.dumps(value)  # numbers as texts, and true rather than True
     return None
 
 
@@ -641,13 +667,9 @@ NOTATIONS = (
     ("\u2212", "-"),  # the minus sign that is not a hyphen
     (r"\\([$%])", r"\1"),  # \$ \% -> $ %
     (r"\\[()\[\]]|\$\$", "$"),  # \( \) \[ \] $$ -> $
-    (r"^\*\*(.*)\*\*$", r"\1"),  # **5** -> 5
-    (r"\.$", ""),  # 5. -> 5
-    (r"^\$([^$]*)\$$", r"\1"),  # $5$ -> 5
-    (r"^\{([^{}]*)\}$", r"\1"),  # {5} -> 5
-    (r"\.$", ""),  # the end of $5.$
+    (r"^(?:\*\*(.*)\*\*|\$([^$]*)\$|\{([^{}]*)\}|(.*)\.)$", r"\1\2\3\4"),  # **5** $5$ {5} 5. -> 5
     (r"(?<=[0-9])(?:\\!,|,\\!|\\,|\{,\})(?=[0-9])", ","),  # 1{,}000 1\,000 1,\!000 -> 1,000
-    (r"^([+-]?) ?[$£€] ?", r"\1"),  # -$5 -> -5
+    (r"^([+-]?) ?[$£€] ?(?!.*\$)", r"\1"),  # -$5 -> -5
     (r"\\[dt]frac", r"\\frac"),  # \dfrac \tfrac -> \frac
     (r"\\frac ?([0-9])", r"\\frac{\1}"),  # \frac12 -> \frac{1}2
     (r"(\\frac\{[^{}]*\}) ?([0-9])", r"\1{\2}"),  # \frac{1}2 -> \frac{1}{2}
@@ -656,7 +678,7 @@ NOTATIONS = (
 )
 NUMBER = re.compile(
     r"([+-]?) ?"  # sign
-    r"(?=[0-9.])"  # something follows, although each of the next parts may be empty
+    r"(?=[0-9.])"  # the text does not end here, although each of the next parts may be empty
     r"((?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]*)(?:\.[0-9]+)?(?:e[+-]?[0-9]{1,2})?)"  # 1,234  5  .5  1e-05
     r"(?: ?/ ?([+-]?0*[1-9][0-9]*))?"  # a divisor other than 0
 )
@@ -670,7 +692,7 @@ def parse_answer(text):
     """
     if len(text) > 1000:  # no answer is that long, and Python refuses to read numbers of more than 4300 digits
         return text
-    for pattern, replacement in NOTATIONS:
+    for pattern, replacement in NOTATIONS + NOTATIONS:
         text = re.sub(pattern, replacement, text).strip()
     number = NUMBER.fullmatch(text)
     if number:
@@ -686,7 +708,7 @@ def extract_answer(text):
     -\boxed{\frac{1}{2}}                    ->  -\frac{1}{2}
     1 + 1 = 2 #### 2                        ->  2
     """
-    text = text.rpartition("</think>")[2].partition("<think>")[0]  # after a thought, before one that was cut off
+    text = text.rpartition("</think>")[2].partition("<think>")[0]  # drop thoughts, also one that was cut off
     answer = None
     while "\\boxed" in text:
         before, _, after = text.partition("\\boxed")
@@ -729,7 +751,7 @@ def as_messages(value, role):
 
 
 def without_nulls(value):
-    """Take out the nulls that parquet fills into dictionaries, wherever they are."""
+    """Take out the nulls with which Arrow gives all dictionaries of a column the same keys."""
     if isinstance(value, dict):
         return {name: without_nulls(field) for name, field in value.items() if field is not None}
     if isinstance(value, list):
@@ -737,10 +759,11 @@ def without_nulls(value):
     return value
 
 
-def encode_prompt(tokenizer, messages, tools):
-    """Return the ids of messages, up to the place where the completion begins."""
+def encode_prompt(tokenizer, messages, tools, continued=False):
+    """Return the ids of messages, up to the place where the completion begins; it may continue the last message."""
     if tokenizer.chat_template is not None:
-        return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False)
+        how = {"add_generation_prompt": not continued, "continue_final_message": continued}
+        return tokenizer.apply_chat_template(messages, tools=tools, return_dict=False, **how)
     ids = tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]
     if ids[-1] == tokenizer.eos_token_id:  # some tokenizers add it
         ids.pop()
@@ -758,7 +781,6 @@ def load_model(name, tokenizer):
         torch.set_num_threads(1)  # on a CPU, more threads would mostly wait for each other
     # nn.Embedding gives the row padding_idx no gradient, but the padding token may also be the stop token.
     model.get_input_embeddings().padding_idx = None
-    model.config_file, _ = PreTrainedConfig.get_config_dict(name)  # for save
     stop_ids = model.generation_config.eos_token_id
     if not isinstance(stop_ids, list):
         stop_ids = [stop_ids]
@@ -782,39 +804,33 @@ def find_turn_end(tokenizer):
 def check_model(model, args):
     """Exit if a prompt and its completion may exceed the model's context."""
     longest = args.max_prompt_length + args.max_completion_length
-    context = max_context(model)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
     if longest > context:
-        raise SystemExit(f"the maximum lengths add up to {longest} tokens, but the model's context has only {context}")
+        raise SystemExit(
+            f"--max-prompt-length and --max-completion-length add up to {longest} tokens, but the model's context has "
+            f"only {context}; a checkpoint of the bundled model needs --tiny"
+        )
 
 
-def max_context(model):
-    """Return how many tokens a model can read, as far as its config says it."""
-    config = model.config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":  # beyond this length, a row's results depend on the longest row beside it
-        return rope["original_max_position_embeddings"]
-    return getattr(config, "max_position_embeddings", math.inf)
-
-
-def show_first_prompt(prompt, model, tokenizer):
-    """Print a prompt as the model reads it, its answer, and what ends a completion."""
+def show_first_row(row, model, tokenizer):
+    """Print a row's prompt as the model reads it, its answer, and what ends a completion."""
     if RANK == 0:
-        print(f"the first prompt: {tokenizer.decode(prompt['prompt_ids'])!r}")
-        print(f"its answer: {prompt['answer']!r}")
-        if prompt["answer"] is not None:
-            print(f"a right completion must give: {parse_gold(prompt['answer'])}")
+        print(f"the first prompt: {tokenizer.decode(row['prompt_ids'])!r}")
+        print(f"its answer: {row['answer']!r}")
+        if row["answer"] is not None:
+            print(f"a correct completion must give: {parse_gold(row['answer'])}")
         stop_tokens = tokenizer.convert_ids_to_tokens(model.generation_config.eos_token_id)
         print(f"tokens that end a completion: {stop_tokens}")
 
 
-def add_adapters(model, rank):
+def add_adapters(model, lora_rank):
     """Freeze a model and give each linear layer of its blocks a LoRA adapter (arXiv 2106.09685)."""
     model.requires_grad_(False)
     torch.manual_seed(0)  # the same adapters on every rank
     for block in find_blocks(model):
         for name, layer in list(block.named_modules()):
             if type(layer).__name__ in LINEAR_LAYERS:
-                block.set_submodule(name, LoraLinear(layer, rank))
+                block.set_submodule(name, LoraLinear(layer, lora_rank))
     if not any(isinstance(module, LoraLinear) for module in model.modules()):
         raise SystemExit(f"--lora-rank: the blocks of {type(model).__name__} have none of the layers {LINEAR_LAYERS}")
 
@@ -828,19 +844,19 @@ def find_blocks(model):
 class LoraLinear(nn.Module):
     """A frozen linear layer, whose weights keep their names, and its adapter."""
 
-    alpha = LORA_ALPHA  # of all adapters; without_adapters sets it to 0
+    alpha = LORA_ALPHA  # of all adapters; without_adapters sets it to 0 for a while, so that they add nothing
 
-    def __init__(self, layer, rank):
+    def __init__(self, layer, lora_rank):
         super().__init__()
         self.weight, self.bias = layer.weight, layer.bias
-        self.lora_a = nn.Linear(layer.in_features, rank, bias=False)
-        self.lora_b = nn.Linear(rank, layer.out_features, bias=False)
+        self.lora_a = nn.Linear(layer.in_features, lora_rank, bias=False)
+        self.lora_b = nn.Linear(lora_rank, layer.out_features, bias=False)
         nn.init.zeros_(self.lora_b.weight)  # the model starts unchanged
 
     def forward(self, inputs):
         rows = inputs.flatten(0, -2)  # (N, D)
         adapted = self.lora_b(self.lora_a(rows)) * (LoraLinear.alpha / self.lora_a.out_features)
-        # addmm adds the adapter's output to the layer's before that is rounded. bfloat16 has 1, 1.008, 1.016:
+        # addmm adds the adapter's output before the product is rounded (a bias comes later). bfloat16 has 1 and 1.008:
         # 1.002 + 0.003 is 1.008 if it is rounded once, but 1.002 alone is rounded to 1, and 1 + 0.003 to 1 again.
         output = torch.addmm(adapted, rows, self.weight.T)
         if self.bias is not None:
@@ -849,30 +865,35 @@ class LoraLinear(nn.Module):
 
 
 def prepare_model(policy, args, device):
-    """Set up bfloat16, gradient checkpointing and FSDP2, where they are needed."""
+    """Set up bfloat16, gradient checkpointing and FSDP2, where they are needed.
+
+    With bfloat16, trained weights and all gradients are float32, and frozen weights of blocks bfloat16. The blocks
+    compute in bfloat16. Embeddings, final norm and head compute in float32, the head's product as in use_bfloat16.
+    """
     blocks = find_blocks(policy.model)
     mp_policy = MixedPrecisionPolicy()
     if args.precision == "bfloat16":
         use_bfloat16(blocks)
         mp_policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    if args.gradient_checkpointing:
+    if args.gradient_checkpointing:  # that of transformers does nothing without dropout, in eval mode
         for block in blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     # On one rank, all that FSDP2 does is to keep float32 weights and to compute with bfloat16 copies of them.
     if args.precision == "bfloat16" or WORLD_SIZE > 1:
+        mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
         frozen = set()
         if WORLD_SIZE == 1:  # frozen weights have their final precision, so copies would only take memory
             frozen = {weight for weight in policy.parameters() if not weight.requires_grad}
         for block in blocks:
-            fully_shard(block, mp_policy=mp_policy, ignored_params=frozen)
+            fully_shard(block, mesh=mesh, mp_policy=mp_policy, ignored_params=frozen)
         # all else, such as the head; by default, a root would keep its weights gathered after a forward
-        fully_shard(policy, reshard_after_forward=True, ignored_params=frozen)
+        fully_shard(policy, mesh=mesh, reshard_after_forward=True, ignored_params=frozen)
     return policy.to(device)
 
 
 def use_bfloat16(blocks):
     """Let the blocks compute in bfloat16, from float32 weights that small steps can still move."""
-    torch.set_float32_matmul_precision("medium")  # the LM head: TF32 on GPUs, bfloat16 on CPUs
+    torch.set_float32_matmul_precision("medium")  # for heads, and all else here: TF32 on GPUs, bfloat16 on CPUs
     torch.manual_seed(0)  # the same noise on every rank
     for block in blocks:
         block.forward = partial(in_bfloat16, block.forward)
@@ -885,7 +906,7 @@ def use_bfloat16(blocks):
 def in_bfloat16(forward, *args, **kwargs):
     """Call a block in bfloat16 on inputs that are float32 outside of it, and return float32."""
     for name, value in kwargs.items():
-        if name != "attention_mask":  # its lowest number would become -inf
+        if name != "attention_mask":  # its lowest float32 would become -inf, and a row of -inf gives nan
             kwargs[name] = cast(value, torch.bfloat16)
     return cast(forward(*cast(args, torch.bfloat16), **kwargs), torch.float32)
 
@@ -902,17 +923,17 @@ def cast(value, dtype):
 def add_rounding_noise(rounded):
     """Return bfloat16 numbers as float32, with noise in the lower 16 bits that rounding to bfloat16 takes away again.
 
-    All of 0.9981 to 1.0038 rounds to 1, so a step of 0.0001 would change no weight that starts at exactly 1. Of weights
-    that start at random places in this range, a step takes some over its edge, in proportion to the step's size. Most
-    checkpoints hold bfloat16 numbers, so their weights have no lower bits of their own.
+    All of 0.9981 to 1.0038 rounds to 1, so a step of 0.0001 would change no bfloat16 copy of a weight that starts at
+    exactly 1. Of weights that start at random places in this range, a step takes some over its edge, in proportion to
+    the step's size. Most checkpoints hold bfloat16 numbers, which have no lower bits; those of float32 lose theirs.
     """
-    # The last bit that bfloat16 keeps is 2**16 here, and the noise is less than half of it, also at powers of two.
+    # As an int32, the last bit that bfloat16 keeps is 2**16. The noise is less than half of it, also at powers of two.
     noise = torch.randint(-32767, 32768, rounded.shape, dtype=torch.int32) * (rounded != 0)
     return (rounded.float().view(torch.int32) + noise).view(torch.float32)
 
 
 class LogprobModel(nn.Module):
-    """Make token_logprobs a forward, because FSDP gathers weights, such as the LM head's, only for a forward."""
+    """A model whose forward is token_logprobs, because FSDP gathers the weights of a head only in a forward."""
 
     def __init__(self, model):
         super().__init__()
@@ -926,28 +947,30 @@ class LogprobModel(nn.Module):
 def token_logprobs(model, prompt_ids, prompt_mask, completion_ids, completion_mask, temperature):
     """Return the log-probabilities of completion tokens, and entropies (without gradient).
 
-    prompts (B, P), completions (B, T) -> logprobs, entropies (B, T) in nats, 0 where masked.
+    prompts (B, P), completions (B, T) -> logprobs, entropies (B, T) in nats, 0 outside the mask.
     """
     completion_mask = completion_mask.bool()
     ids = torch.cat([prompt_ids, completion_ids], 1)  # (B, P + T)
     mask = torch.cat([prompt_mask.bool(), completion_mask], 1)
-    sampled = torch.cat([torch.zeros_like(prompt_ids, dtype=torch.bool), completion_mask], 1)
+    targets = torch.cat([torch.zeros_like(prompt_ids, dtype=torch.bool), completion_mask], 1)  # which tokens these are
     # With all padding moved to the right, a causal model needs neither mask nor position ids.
     ids = pad_sequence([row[kept] for row, kept in zip(ids, mask)], batch_first=True)  # (B, W)
-    sampled = pad_sequence([row[kept] for row, kept in zip(sampled, mask)], batch_first=True)
+    targets = pad_sequence([row[kept] for row, kept in zip(targets, mask)], batch_first=True)
     hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state  # (B, W, D)
-    # Each token is predicted at the place before its own. Both masks list the tokens row by row.
-    hidden = hidden[:, :-1][sampled[:, 1:]]  # (N, D)
-    found = head_logprobs(model, hidden, completion_ids[completion_mask], temperature)  # (N,) each
-    logprobs = found[0].new_zeros(completion_mask.shape)
+    # Each token is predicted at the place before its own. Both masks give the N tokens in the same order, row by row.
+    hidden = hidden[:, :-1][targets[:, 1:]]  # (N, D)
+    flat_logprobs, flat_entropies = head_logprobs(model, hidden, completion_ids[completion_mask], temperature)  # (N,)
+    logprobs = flat_logprobs.new_zeros(completion_mask.shape)  # (B, T)
     entropies = torch.zeros_like(logprobs)
-    logprobs[completion_mask], entropies[completion_mask] = found
+    logprobs[completion_mask] = flat_logprobs
+    entropies[completion_mask] = flat_entropies
     return logprobs, entropies
 
 
 def head_logprobs(model, hidden, targets, temperature):
     """Return log-probabilities of targets (N,), and entropies, under softmax(head(hidden) / temperature)."""
     head = model.get_output_embeddings()
+    # What some families do to logits. If another is missing here, check_sampler ends the run after a step.
     config = model.config.get_text_config().to_dict()
     scale = config.get("logit_scale") or 1  # Cohere's
     scale = config.get("lm_head_multiplier", scale)  # Falcon-H1's
@@ -967,7 +990,7 @@ def head_logprobs(model, hidden, targets, temperature):
             entropies = -(logprobs.exp() * logprobs).sum(-1)
         return logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), entropies
 
-    # All logits (N, V) might not fit: compute chunks of 2**25 numbers, and compute them again in the backward pass.
+    # All logits (N, V) might not fit: compute chunks of 2**25 numbers (128 MiB), and again in the backward pass.
     size = 2**25 // head.weight.shape[0]
     if len(hidden) <= size:
         return chunk_logprobs(hidden, targets)
@@ -980,9 +1003,22 @@ def head_logprobs(model, hidden, targets, temperature):
 def without_adapters(policy, batch, temperature):
     """Compute log-probabilities as the model did before it had adapters."""
     LoraLinear.alpha = 0
-    found = policy(batch, temperature)
-    LoraLinear.alpha = LORA_ALPHA
-    return found
+    try:
+        return policy(batch, temperature)
+    finally:
+        LoraLinear.alpha = LORA_ALPHA
+
+
+def init_moments(optimizer):
+    """Make AdamW's state, all 0, as its first step would; a save before that step would count as one."""
+    for group in optimizer.param_groups:
+        for weight in group["params"]:
+            if weight.requires_grad:
+                optimizer.state[weight] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=weight.device),
+                    "exp_avg": torch.zeros_like(weight),
+                    "exp_avg_sq": torch.zeros_like(weight),
+                }
 
 
 def open_run(args, policy, optimizer):
@@ -990,12 +1026,12 @@ def open_run(args, policy, optimizer):
     last_step = 0
     if args.resume:
         args.run_dir = args.run_dir or args.resume
-        if RANK == 0 and args.run_dir != args.resume:  # a branch, which leaves the run to resume alone
-            shutil.copytree(args.resume, args.run_dir)
+        if RANK == 0 and args.run_dir != args.resume:  # a copy goes on, and the old run stays as it is
+            shutil.copytree(args.resume, args.run_dir, symlinks=True, ignore=shutil.ignore_patterns("wandb*"))
         dist.barrier()
         last_step = load_state(Path(args.run_dir), policy, optimizer)
     elif not args.run_dir:
-        started = int(all_reduce(time.time(), dist.ReduceOp.MAX))  # the same on all ranks
+        started = int(1e6 * all_reduce(time.time(), dist.ReduceOp.MAX))  # in microseconds, the same on all ranks
         args.run_dir = f"runs/{Path(sys.argv[0]).stem}__{args.seed}__{started}"
     if RANK == 0:
         kind = type(policy.model).__name__
@@ -1003,8 +1039,9 @@ def open_run(args, policy, optimizer):
         Path(args.run_dir).mkdir(parents=True, exist_ok=bool(args.resume))
         settings = {"script": Path(sys.argv[0]).name} | vars(args)
         Path(args.run_dir, "args.json").write_text(json.dumps(settings, indent=2))
+        Path(args.run_dir, "metrics.jsonl").touch()
         if args.track:
-            wandb.init(name=args.run_dir, dir=args.run_dir, config=vars(args))
+            track_run(args)
     return last_step
 
 
@@ -1015,16 +1052,15 @@ def load_state(run_dir, policy, optimizer):
         raise SystemExit(f"--resume {run_dir}: this run has no saved state; start it again without --resume")
     # dcp.load fills tensors in place, so it is given the present state.
     model, moments = dcp_state.get_state_dict(policy, optimizer)
-    dcp.load({"model": model}, checkpoint_id=folders[-1])
-    # Weights that never had a gradient, such as an unused expert's, have no moments: allow that they are missing.
-    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
-    dcp.load({"optimizer": moments}, checkpoint_id=folders[-1], planner=planner)
+    dcp.load({"model": model, "optimizer": moments}, checkpoint_id=folders[-1])
     dcp_state.set_state_dict(policy, optimizer, model_state_dict=model, optim_state_dict=moments)
     step = int(folders[-1].name)
     if RANK == 0:
-        for log in [*run_dir.glob("metrics.jsonl"), *run_dir.glob("*samples.jsonl")]:
-            lines = [line for line in log.read_text().splitlines(True) if line.endswith("\n")]  # whole ones
-            log.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
+        for name in ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl"):
+            log = run_dir / name
+            if log.exists():
+                lines = [line for line in log.read_text().splitlines(True) if line.endswith("\n")]  # whole ones
+                log.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
     return step
 
 
@@ -1035,19 +1071,38 @@ def all_reduce(values, op=dist.ReduceOp.SUM):
     return values.tolist()
 
 
+def track_run(args):
+    """Start a run of Weights & Biases, or continue that of the run to resume."""
+    import wandb  # which takes its time
+
+    file = Path(args.run_dir, "wandb_id")
+    if not file.exists():
+        file.write_text(os.urandom(8).hex())
+    run_id = file.read_text()
+    wandb.init(id=run_id, resume="allow", name=args.run_dir, dir=args.run_dir, config=vars(args), allow_val_change=True)
+
+
 def catch_signals():
-    """Return a list to which Ctrl-C and SIGTERM append; the second of a kind stops the run at once."""
-    received = []
+    """Return a list to which Ctrl-C and SIGTERM append; a second Ctrl-C stops the run at once."""
+    signals = []
 
     def request_stop(signum, _frame):
-        received.append(signum)
-        signal.signal(signum, signal.default_int_handler)  # KeyboardInterrupt
+        signals.append(signum)
+        if signum == signal.SIGINT:  # SIGTERM may come twice, from a scheduler and from torchrun
+            signal.signal(signum, signal.default_int_handler)  # KeyboardInterrupt
         # Unlike print, os.write is safe in a signal handler.
-        os.write(2, b"\nsaving and stopping after this step; press Ctrl-C again to stop at once\n")
+        os.write(2, b"\nsaving and stopping soon; press Ctrl-C again to stop at once\n")
+
+    def reset_child():
+        # multiprocessing ends a reward's processes with SIGTERM. Ctrl-C must leave them alone: a pool whose processes
+        # end by it would be waited for without end. Programs that they start get the default handlers.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, lambda *_: None)
 
     signal.signal(signal.SIGINT, request_stop)
     signal.signal(signal.SIGTERM, request_stop)
-    return received
+    os.register_at_fork(after_in_child=reset_child)
+    return signals
 
 
 def log_step(args, step, metrics):
@@ -1056,12 +1111,14 @@ def log_step(args, step, metrics):
     if RANK > 0:
         return
     if args.track:
+        import wandb
+
         wandb.log({"step": step} | metrics)
-    found = [f"{name.removeprefix('eval/')} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/")]
-    if found:
-        tqdm.write(f"evaluation after step {step}: {', '.join(found)}")
+    shown = [f"{name.removeprefix('eval/')} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/")]
+    if shown:
+        tqdm.write(f"evaluation after step {step}: {', '.join(shown)}")
     if metrics.get("reward/zero_std") == 1:
-        tqdm.write(f"step {step}: no learning signal: all completions of each group have the same reward")
+        tqdm.write(f"step {step}: all completions of each group have the same reward")
 
 
 def append_line(args, name, step, values):
@@ -1071,27 +1128,23 @@ def append_line(args, name, step, values):
             file.write(json.dumps({"step": step} | values) + "\n")
 
 
-def evaluate(policy, tokenizer, prompts, args, step):
-    """Return the mean reward of greedy completions and, where is_right fits, accuracy and pass@k; log samples."""
+def evaluate(policy, tokenizer, rows, args, step):
+    """Return the mean reward of greedy completions and, for rows with answers, accuracy and pass@k; log samples."""
     torch.manual_seed(mix_seed(args.seed))  # the same draws in each evaluation, so that they compare
-    prompts = prompts[RANK::WORLD_SIZE] or prompts[:1]  # every rank must take part, so one prompt may count twice
-    _, texts = sample_completions(policy, tokenizer, prompts, 0.0, args)
-    rewards = check_rewards(score_completions(texts, prompts), texts)
-    metrics = {"eval/reward": (sum(rewards), len(prompts))}
-    for prompt, text, reward in zip(prompts, texts, rewards):
-        sample = {"prompt": prompt["prompt"], "answer": prompt["answer"], "completion": text, "reward": reward}
+    rows = rows[RANK::WORLD_SIZE] or rows[:1]  # every rank must take part, so one row may count twice
+    _, texts = sample_completions(policy, tokenizer, rows, 0.0, args)
+    rewards = check_rewards(score_completions(texts, rows), texts)
+    metrics = {"eval/reward": (sum(rewards), len(rows))}
+    for row, text, reward in zip(rows, texts, rewards):
+        sample = {"prompt": row["prompt"], "answer": row["answer"], "completion": text, "reward": reward}
         append_line(args, "eval_samples.jsonl", step, sample)
-    if prompts[0]["answer"] is None:
-        return mean_metrics([metrics])
-    right = are_right(texts, prompts)
-    num_right, num_rewarded = all_reduce([right.sum().item(), sum(reward != 0 for reward in rewards)])
-    if num_right > 0 or num_rewarded == 0:  # else the reward is one of the user's own, which is_right knows nothing of
-        metrics["eval/accuracy"] = (right.sum(), len(prompts))
-        repeated = [prompt for prompt in prompts for _ in range(EVAL_SAMPLES)]
+    if rows[0]["answer"] is not None:
+        metrics["eval/accuracy"] = (are_correct(texts, rows).sum(), len(rows))
+        repeated = [row for row in rows for _ in range(EVAL_SAMPLES)]
         _, texts = sample_completions(policy, tokenizer, repeated, args.temperature, args)
-        right = are_right(texts, repeated)
-        metrics["eval/pass@1"] = (right.sum(), len(repeated))
-        metrics[f"eval/pass@{EVAL_SAMPLES}"] = (right.view(-1, EVAL_SAMPLES).any(1).sum(), len(prompts))
+        correct = are_correct(texts, repeated)
+        metrics["eval/pass@1"] = (correct.sum(), len(repeated))
+        metrics[f"eval/pass@{EVAL_SAMPLES}"] = (correct.view(-1, EVAL_SAMPLES).any(1).sum(), len(rows))
     return mean_metrics([metrics])
 
 
@@ -1103,41 +1156,41 @@ def mix_seed(*numbers):
     return mixed
 
 
-def sample_completions(policy, tokenizer, prompts, temperature, args):
-    """Sample one completion per prompt; return tensors (B, ...) and texts. Adjacent equal prompts share a prefill."""
+def sample_completions(policy, tokenizer, rows, temperature, args):
+    """Sample one completion per row; return tensors (B, ...) and texts. Adjacent equal prompts share a prefill."""
     stop_ids = policy.model.generation_config.eos_token_id
-    prompt_ids, prompt_mask = pad_left(prompts, policy.model.device)  # (B, P)
-    size = args.rollout_batch_size or len(prompts)
+    device = policy.model.device
+    prompt_ids, prompt_mask = pad_left(rows, device)  # (B, P)
+    size = args.rollout_batch_size or len(rows)
     parts = []
     with gathered(policy) as model:
         for ids, mask in zip(prompt_ids.split(size), prompt_mask.split(size)):
             parts.append(generate(model, ids, mask, args.max_completion_length, temperature, stop_ids))
     completion_ids, completion_mask, sampler_logprobs = [torch.cat(values) for values in zip(*parts)]  # (B, T)
-    # Some chat templates open a thought at the end of all prompts; it belongs to the completions.
-    opening = ""
-    if tokenizer.decode(prompts[0]["prompt_ids"]).rstrip().endswith("<think>"):
-        opening = "<think>"
     texts, truncated = [], []
-    for ids, mask in zip(completion_ids, completion_mask.bool()):
+    for row, ids, mask in zip(rows, completion_ids, completion_mask.bool()):
         ids = ids[mask].tolist()
         truncated.append(ids[-1] not in stop_ids)
-        texts.append(opening + tokenizer.decode([token for token in ids if token not in stop_ids]))
+        text = tokenizer.decode([token for token in ids if token not in stop_ids])
+        if tokenizer.decode(row["prompt_ids"]).rstrip().endswith("<think>"):  # the template has opened a thought
+            text = "<think>" + text
+        texts.append(text)
     batch = {
-        "indices": torch.arange(len(prompts), device=model.device),
+        "indices": torch.arange(len(rows), device=device),
         "prompt_ids": prompt_ids,
         "prompt_mask": prompt_mask,
         "completion_ids": completion_ids,
         "completion_mask": completion_mask,
         "sampler_logprobs": sampler_logprobs,
-        "truncated": torch.tensor(truncated, device=model.device),
+        "truncated": torch.tensor(truncated, device=device),
     }
     return batch, texts
 
 
-def pad_left(prompts, device):
-    """Pad the ids of prompts on the left; return ids and mask (B, P)."""
-    rows = [torch.tensor(prompt["prompt_ids"]) for prompt in prompts]
-    padded = pad_sequence(rows, batch_first=True, padding_value=-1, padding_side="left").to(device)
+def pad_left(rows, device):
+    """Pad the prompts of rows on the left; return ids and mask (B, P)."""
+    prompts = [torch.tensor(row["prompt_ids"]) for row in rows]
+    padded = pad_sequence(prompts, batch_first=True, padding_value=-1, padding_side="left").to(device)
     mask = (padded >= 0).long()
     return padded * mask, mask
 
@@ -1149,13 +1202,15 @@ def gathered(policy):
     hooks = []
     for module in shards:
         module.unshard()
-        # These hooks are FSDP's. They would drop the weights after every token, and gather them again.
+        # These hooks (of torch 2.13) are FSDP's. They take a third of a token's time, also if nothing is resharded.
         hooks.append((module._forward_pre_hooks, module._forward_hooks))
         module._forward_pre_hooks, module._forward_hooks = {}, {}
-    yield policy.model
-    for module, before in zip(shards, hooks):
-        module._forward_pre_hooks, module._forward_hooks = before
-        module.reshard()
+    try:
+        yield policy.model
+    finally:
+        for module, before in zip(shards, hooks):
+            module._forward_pre_hooks, module._forward_hooks = before
+            module.reshard()
 
 
 @torch.no_grad()
@@ -1167,12 +1222,12 @@ def generate(model, prompt_ids, prompt_mask, max_completion_length, temperature,
     stop_ids = torch.tensor(list(stop_ids), device=prompt_ids.device)
     completion_ids = prompt_ids.new_zeros(len(prompt_ids), max_completion_length)
     completion_mask = torch.zeros_like(completion_ids)
-    sampler_logprobs = completion_mask.float()
-    active = torch.arange(len(prompt_ids), device=prompt_ids.device)  # completions that are not finished
+    sampler_logprobs = torch.zeros(completion_mask.shape, device=prompt_ids.device)
+    active = torch.arange(len(prompt_ids), device=prompt_ids.device)  # the A completions that are not finished
 
     # Read adjacent copies of a prompt once. The mask is compared, too, because a prompt may contain the padding id 0.
     prompts = torch.cat([prompt_ids, prompt_mask], 1)  # (B, 2P)
-    prompts, copies = prompts.unique_consecutive(dim=0, return_inverse=True)  # (U, 2P); copies (B,) has rows of it
+    prompts, copies = prompts.unique_consecutive(dim=0, return_inverse=True)  # (U, 2P); copies (B,): where each is
     ids, mask = prompts.chunk(2, dim=1)
     output = model(
         input_ids=ids,
@@ -1198,7 +1253,7 @@ def generate(model, prompt_ids, prompt_mask, max_completion_length, temperature,
         if len(going) < len(active):  # finished completions leave the batch
             active, tokens, mask = active[going], tokens[going], mask[going]
             cache.reorder_cache(going)
-        mask = nn.functional.pad(mask, (0, 1), value=1)  # (B, P + t + 1)
+        mask = nn.functional.pad(mask, (0, 1), value=1)  # (A, P + t + 1)
         output = model(
             input_ids=tokens.unsqueeze(1),
             attention_mask=mask,
@@ -1206,20 +1261,20 @@ def generate(model, prompt_ids, prompt_mask, max_completion_length, temperature,
             past_key_values=cache,
             use_cache=True,
         )
-        logits = output.logits[:, -1]
+        logits = output.logits[:, -1]  # (A, V)
     return completion_ids, completion_mask, sampler_logprobs
 
 
 def sample_tokens(logits, temperature):
-    """Sample ids (B,) from softmax(logits / temperature), greedily at 0; return them and their log-probabilities."""
+    """Sample ids (A,) from softmax(logits / temperature), greedily at 0; return them and their log-probabilities."""
     if temperature == 0:
         return logits.argmax(-1), torch.zeros_like(logits[:, 0])
-    probabilities = (logits.float() / temperature).softmax(-1)  # (B, V)
-    # On a CPU this is 4 to 10 times faster than torch.multinomial. In float32 the sum would round away rare tokens.
-    # A draw on the edge between two tokens belongs to the right one, so that a probability of 0 is never drawn.
+    probabilities = (logits.float() / temperature).softmax(-1)  # (A, V)
+    # Invert the cumulative distribution. On a CPU this is 4 to 10 times faster than torch.multinomial. In float32 the
+    # sum would round away rare tokens. A draw on the edge of two tokens gives the second: never a probability of 0.
     cdf = probabilities.cumsum(-1, dtype=torch.float64)
     draws = torch.rand(len(cdf), 1, dtype=cdf.dtype, device=cdf.device) * cdf[:, -1:]
-    tokens = torch.searchsorted(cdf, draws, right=True).clamp(max=cdf.shape[1] - 1)  # (B, 1)
+    tokens = torch.searchsorted(cdf, draws, right=True).clamp(max=cdf.shape[1] - 1)  # (A, 1)
     return tokens.squeeze(1), probabilities.gather(1, tokens).squeeze(1).log()
 
 
@@ -1233,23 +1288,23 @@ def check_rewards(rewards, texts):
     return [float(reward) for reward in rewards]
 
 
+def are_correct(texts, rows):
+    """Return which completions are correct, (B,)."""
+    return torch.tensor([is_correct(text, row["answer"]) for text, row in zip(texts, rows)])
+
+
 def mean_metrics(collected):
     """Add each metric's (sum, count) over microbatches and ranks, and divide; skip those with count 0."""
     totals = {}
     for metrics in collected:
-        for name, pair in metrics.items():
-            totals[name] = totals.get(name, 0) + torch.tensor(pair, dtype=torch.float64)
-    pairs = all_reduce([pair.tolist() for pair in totals.values()])
-    return {name: total / count for name, (total, count) in zip(totals, pairs) if count > 0}
-
-
-def are_right(texts, prompts):
-    """Return which completions are right, (B,)."""
-    return torch.tensor([is_right(text, prompt["answer"]) for text, prompt in zip(texts, prompts)])
+        for name, sum_and_count in metrics.items():
+            totals[name] = totals.get(name, 0) + torch.tensor(sum_and_count, dtype=torch.float64)
+    sums = all_reduce([total.tolist() for total in totals.values()])
+    return {name: total / count for name, (total, count) in zip(totals, sums) if count > 0}
 
 
 def pick_rows(rows, start, count, seed):
-    """Pick count rows from place start on of an endless order: all rows shuffled, all shuffled anew, and so on."""
+    """Return rows start to start + count of an endless series: all rows shuffled, all shuffled anew, and so on."""
     picked = []
     while len(picked) < count:
         epoch, first = divmod(start + len(picked), len(rows))
@@ -1259,22 +1314,61 @@ def pick_rows(rows, start, count, seed):
     return picked[:count]
 
 
+def stop_requested(signals):
+    """Return whether a signal has come to any rank."""
+    return all_reduce(len(signals), dist.ReduceOp.MAX) > 0
+
+
+def save(run_dir, policy, optimizer, tokenizer, step):
+    """Write checkpoint/, a Hugging Face model, and then state/STEP, which --resume loads, unless it is there."""
+    run_dir = Path(run_dir)
+    state = run_dir / f"state/{step:08d}"
+    if all_reduce(state.exists(), dist.ReduceOp.MAX):
+        return
+    options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = dcp_state.get_model_state_dict(policy.model, options=options)  # only on rank 0
+    if RANK == 0:
+        merge_adapters(weights)
+        tied = policy.model.all_tied_weights_keys  # second names of weights, such as a head that is the embedding
+        weights = {name: weight.float() for name, weight in weights.items() if name not in tied}
+        policy.model.save_pretrained(run_dir / "checkpoint.new", state_dict=weights)
+        tokenizer.save_pretrained(run_dir / "checkpoint.new")
+        shutil.rmtree(run_dir / "checkpoint", ignore_errors=True)
+        (run_dir / "checkpoint.new").rename(run_dir / "checkpoint")
+    model, moments = dcp_state.get_state_dict(policy, optimizer)
+    dcp.save({"model": model, "optimizer": moments}, checkpoint_id=run_dir / "state/unfinished")
+    if RANK == 0:
+        # The last thing to do, so that a killed save does not count.
+        (run_dir / "state/unfinished").rename(state)
+        for older in sorted(run_dir.glob("state/0*"))[:-1]:
+            shutil.rmtree(older, ignore_errors=True)
+
+
+def merge_adapters(weights):
+    """Add the adapters among these weights to the weights of their layers."""
+    for name in list(weights):
+        if name.endswith("lora_a.weight"):
+            layer = name.removesuffix("lora_a.weight")
+            a, b = weights.pop(name), weights.pop(layer + "lora_b.weight")
+            weights[layer + "weight"] = weights[layer + "weight"] + b @ a * (LORA_ALPHA / len(a))
+
+
 @torch.no_grad()
 def compute_logprobs(policy, batch, minibatches, args):
     """Return log-probabilities (B, T) of the completions in these minibatches, and 0 for all others.
 
-    The microbatches are those of the first epoch's updates, because bfloat16 results depend on them.
+    The microbatches are those of the first epoch's updates: bfloat16 results depend on them, and the first ratio is 1.
     """
     logprobs = torch.zeros_like(batch["sampler_logprobs"])
     for indices in minibatches:
         for part in microbatches(batch, indices, args.microbatch_tokens):
-            found, _ = policy(part, args.temperature)
-            logprobs[part["indices"]] += found  # a filler of microbatches repeats completion 0, with zeros
+            part_logprobs, _ = policy(part, args.temperature)
+            logprobs[part["indices"]] += part_logprobs  # not =, because a filler has index 0, too, and only zeros
     return logprobs
 
 
 def microbatches(batch, indices, max_tokens):
-    """Split completions, longest first, into parts of up to max_tokens including padding, or of a single one."""
+    """Split completions, longest first, into parts of at most max_tokens with padding, but at least one completion."""
     lengths = batch["prompt_mask"].sum(1) + batch["completion_mask"].sum(1)  # (B,)
     order = lengths[indices].argsort(descending=True, stable=True)
     rest = indices[order]
@@ -1312,7 +1406,8 @@ def step_optimizer(policy, optimizer, learning_rate, max_grad_norm):
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     if not math.isfinite(grad_norm):
-        tqdm.write(f"skipped an optimizer step, because the gradient norm was {grad_norm}")
+        if RANK == 0:
+            tqdm.write(f"skipped an optimizer step, because the gradient norm was {grad_norm}")
     elif grad_norm > 0:  # without a gradient AdamW would continue in its last direction
         optimizer.step()
     optimizer.zero_grad()
@@ -1322,78 +1417,42 @@ def step_optimizer(policy, optimizer, learning_rate, max_grad_norm):
 def check_sampler(metrics):
     """Exit, without saving, if sampling and training disagree: then the update was wrong."""
     sampler_kl = metrics.get("policy/sampler_kl", 0.0)
-    if not sampler_kl <= 0.5:  # far above rounding, or nan
+    if not sampler_kl <= 0.5:  # or nan; rounding gives less than 0.01
         raise SystemExit(f"sampling and training disagree about log-probabilities (KL {sampler_kl:.2g} per token)")
 
 
-def log_group(args, step, prompt, texts, rewards):
+def log_group(args, step, row, texts, rewards):
     """Log a group of completions; with the first step and each evaluation, print their ends, too."""
-    sample = {"prompt": prompt["prompt"], "answer": prompt["answer"], "completions": texts, "rewards": rewards}
+    sample = {"prompt": row["prompt"], "answer": row["answer"], "completions": texts, "rewards": rewards}
     append_line(args, "samples.jsonl", step, sample)
     if RANK == 0 and (step in (1, args.num_steps) or step % args.eval_every == 0):
-        tqdm.write(f"step {step}: prompt {prompt['prompt']!r}, answer {prompt['answer']!r}, rewards and completions:")
+        tqdm.write(f"step {step}: prompt {row['prompt']!r}, answer {row['answer']!r}, rewards and completions:")
         for text, reward in zip(texts, rewards):
             tqdm.write(f"{reward:8.2f}  {text[-160:]!r}")
 
 
-def save(run_dir, policy, optimizer, tokenizer, step):
-    """Write checkpoint/, a Hugging Face model, and then state/STEP, which --resume loads."""
-    run_dir = Path(run_dir)
-    options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = dcp_state.get_model_state_dict(policy.model, options=options)  # only on rank 0
+def end_run(args, signals):
+    """Print what the evaluations improved and how to go on; after a signal, exit with its code."""
     if RANK == 0:
-        merge_adapters(weights)
-        tied = policy.model.all_tied_weights_keys  # names of weights that are other weights, too
-        weights = {name: weight.float() for name, weight in weights.items() if name not in tied}
-        policy.model.save_pretrained(run_dir / "checkpoint.new", state_dict=weights)
-        # Add what transformers 5 no longer writes, such as rope_theta: programs built on transformers 4 need it.
-        config_file = run_dir / "checkpoint.new/config.json"
-        config = policy.model.config_file | json.loads(config_file.read_text())
-        config_file.write_text(json.dumps(config, indent=2))
-        tokenizer.save_pretrained(run_dir / "checkpoint.new")
-        shutil.rmtree(run_dir / "checkpoint", ignore_errors=True)
-        (run_dir / "checkpoint.new").rename(run_dir / "checkpoint")
-    model, moments = dcp_state.get_state_dict(policy, optimizer)
-    dcp.save({"model": model, "optimizer": moments}, checkpoint_id=run_dir / "state/unfinished")
-    if RANK == 0:
-        # The last thing to do, so that a killed save does not count.
-        (run_dir / "state/unfinished").rename(run_dir / f"state/{step:08d}")
-        for older in sorted(run_dir.glob("state/0*"))[:-1]:
-            shutil.rmtree(older)
-
-
-def merge_adapters(weights):
-    """Add the adapters among these weights to the weights of their layers."""
-    for name in list(weights):
-        if name.endswith("lora_a.weight"):
-            layer = name.removesuffix("lora_a.weight")
-            a, b = weights.pop(name), weights.pop(layer + "lora_b.weight")
-            weights[layer + "weight"] = weights[layer + "weight"] + b @ a * (LORA_ALPHA / len(a))
-
-
-def end_run(args, stops):
-    """Print what the evaluations improved and how to continue; after a signal, exit with its code."""
-    if RANK == 0:
-        log = Path(args.run_dir, "metrics.jsonl").read_text().splitlines()
-        evaluations = [row for row in map(json.loads, log) if any(name.startswith("eval/") for name in row)]
+        log = [json.loads(line) for line in Path(args.run_dir, "metrics.jsonl").read_text().splitlines()]
+        evaluations = [metrics for metrics in log if any(name.startswith("eval/") for name in metrics)]
         if len(evaluations) > 1:
-            for name in evaluations[-1]:
+            for name, value in evaluations[-1].items():
                 if name.startswith("eval/"):
-                    before = evaluations[0].get(name, math.nan)
-                    print(f"{name.removeprefix('eval/')} {before:.3f} -> {evaluations[-1][name]:.3f}")
+                    print(f"{name.removeprefix('eval/')} {evaluations[0][name]:.3f} -> {value:.3f}")
         if Path(args.run_dir, "checkpoint").exists():
-            print(f"model: {args.run_dir}/checkpoint; tools/plot.py and tools/look.py show the run")
-            if stops:
-                print(f"to continue: python {sys.argv[0]} --resume {args.run_dir}")
+            command = shlex.join(["python", sys.argv[0], "--resume", args.run_dir])
+            print(f"model: {args.run_dir}/checkpoint")
+            if signals:
+                print(f"to continue: {command}")
             else:
-                print(f"to train for longer: python {sys.argv[0]} --resume {args.run_dir} --num-steps N")
+                print(f"to train for longer: {command} --num-steps N")
     dist.destroy_process_group()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if stops:
-        raise SystemExit(128 + stops[0])
+    if signals:
+        raise SystemExit(128 + signals[0])
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")  # a letter that the terminal lacks must not end a run
     main(parse_args())

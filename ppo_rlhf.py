@@ -5,52 +5,61 @@ Ouyang et al., "Training language models to follow instructions with human feedb
 https://arxiv.org/abs/2203.02155v1, equation 2; details of Huang et al., "The N+ Implementation Details of RLHF with
 PPO" (2024) https://arxiv.org/abs/2403.17031v1.
 
+Maximise J over θ, and minimise L over φ:
+
     J(θ) = Eₜ wₜ min(rₜ Âₜ, clip(rₜ, 1 − ε, 1 + ε) Âₜ)
     L(φ) = Eₜ ½ max((V − Gₜ)², (clip(V, V_old − ε_V, V_old + ε_V) − Gₜ)²),   Gₜ = Aₜ + V_old(sₜ)
     Aₜ = Σₖ (γλ)ᵏ δₜ₊ₖ,   δₜ = Rₜ + γ V_old(sₜ₊₁) − V_old(sₜ),   V_old = 0 after the last token
     Rₜ = −β log π_old(oₜ)/π_ref(oₜ), and at the last token of a completion the score is added
 
     Eₜ        mean over the tokens of all completions of an optimizer step
-    oₜ, sₜ    the t-th token of a completion, and the prompt with all tokens before it
-    rₜ        π_θ(oₜ) / π_old(oₜ), π_old being the policy before the step's first update
+    oₜ, sₜ    the t-th token of a completion, and the prompt with all tokens before it; π(oₜ) is short for π(oₜ|sₜ)
+    π_old, V_old   policy and value model that belong to a rollout: as they are before its first update
+    rₜ        π_θ(oₜ) / π_old(oₜ)
     Âₜ        Aₜ, shifted and scaled to mean 0 and variance 1 over all tokens of the rollout
-    V         the value model, with parameters φ; V_old is V before the step's first update
-    score     the reward model's, normalised on samples of the initial model; if the completion has no stop token,
-              minus --missing-stop-penalty
+    V         the value model, with parameters φ. It starts as a copy of the reward model, normalised as the score is
+    score     the reward model's, shifted and scaled to mean 0 and variance 1 over samples of the initial policy; if the
+              completion has no stop token, minus --missing-stop-penalty
     π_ref     the model that training started from
-    wₜ        min(π_old(oₜ) / π_sampler(oₜ), --sampler-weight-cap): the sampler rounds differently
+    wₜ        min(π_old(oₜ) / π_sampler(oₜ), --sampler-weight-cap); the sampler has the weights of π_old, but computes
+              token by token with a cache, so bfloat16 rounds differently
     ε, ε_V, β, γ, λ   --clip-eps, --value-clip-eps, --kl-coef, --gamma, --gae-lambda
 
---ptx-coef c (PPO-ptx) adds c Eₜ log π_θ(xₜ) to J(θ), where Eₜ is the mean over the tokens xₜ of other texts.
+--ptx-coef c (PPO-ptx) adds c times the mean of log π_θ(x) over the tokens x of other texts to J(θ).
 
 Compared with grpo.py
 - An advantage per token, from a value model; one completion a prompt; four models in memory.
 - The score is learned. If eval/accuracy falls while the score rises, the policy fools the reward model.
-- The KL penalty is in the reward (k1, no gradient through it); the loss is a mean over tokens.
+- The KL penalty is in the reward (log π_old/π_ref at the sample, without gradient); the loss is a mean over tokens.
 
 Departures from the papers
-- The weight w, which is close to 1, corrects for the rounding of the sampler (Yao et al. 2025, "Your Efficient RL
-  Framework Secretly Brings You Off-Policy RL Training").
+- The weight w (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training") is near 1.
 - There is no entropy bonus. The value loss has no coefficient, because V has its own weights and learning rate.
+- Huang et al. only shift scores, so that demonstrations have mean 0. Here they are scaled, too, so β, ε_V and the
+  penalty are in units of the standard deviation of 512 samples' scores.
 - Ouyang et al. sum over the tokens of each completion and each text, and take eight texts per completion. Here both
   are means over tokens, with one text per completion, so their c (γ in eq. 2, 27.8) does not carry over. It is 0 here.
+- Adam's betas are 0.9 and 0.95. Gradients of policy and value model are clipped to norm 1, each for itself.
 - Learning rates stay constant after the warm-up; those of Huang et al. fall to 0.
 - The score belongs to the last token; the code of Huang et al. puts it one position later.
 - The score of a completion without a stop token is reduced by a penalty; Huang et al. set it to -1.
-- With bfloat16, the float32 weights start with random low bits. The blocks' rounding hides them at first, but they let
-  small steps change some of the rounded weights (see add_rounding_noise).
+- With bfloat16, the float32 weights start with noise below its resolution, because small steps would be rounded away:
+  ten steps of 1e-6 lower a loss of SmolLM2 from 2.84 to 2.46 with the noise, and to 2.82 without (docs/precision.md).
 
     python ppo_rlhf.py
     python ppo_rlhf.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset Anthropic/hh-rlhf --reward-model runs/.../checkpoint
 
-The defaults below are for real models. models/tiny/config.json replaces some of them for the first command.
+The first command runs the settings TINY below, the second those of Args.
 """
 
+import argparse
 import contextlib
+import glob
 import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -58,7 +67,6 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
-from decimal import Decimal
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -67,12 +75,12 @@ from typing import Literal
 # Idle OpenMP threads spin, which slows a busy machine down; let them sleep. This must be set before torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import pandas
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tyro
-import wandb
-from datasets import load_dataset
+from datasets import Dataset, load_dataset
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -84,12 +92,11 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
-    PreTrainedConfig,
 )
 
 HERE = Path(__file__).parent
-RANK = int(os.environ.get("RANK", 0))  # torchrun sets these two
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+RANK = int(os.environ.get("RANK", 0))  # torchrun sets RANK and WORLD_SIZE
+WORLD_SIZE = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
 
 
 @dataclass
@@ -108,7 +115,7 @@ class Args:
     gae_lambda: float = 0.95
     """lambda of generalized advantage estimation (0.95 in Huang et al.)"""
     missing_stop_penalty: float = 1.0
-    """subtracted from the score of a completion that was cut off before a stop token"""
+    """subtracted from the normalised score of a completion that was cut off before a stop token"""
     ptx_coef: float = 0.0
     """weight of the mean loss per token of --ptx-dataset (PPO-ptx; with 0 no texts are read)"""
     sampler_weight_cap: float = 2.0
@@ -116,7 +123,9 @@ class Args:
 
     # model and data
     model: str = str(HERE / "models/tiny")
-    """folder or Hugging Face name of a causal language model; "task_defaults" in its config.json replaces defaults"""
+    """folder or Hugging Face name of a causal language model"""
+    tiny: bool = False
+    """use the settings TINY, those of the bundled model, for a checkpoint of it"""
     dataset: str = str(HERE / "data/addition")
     """file, folder or Hugging Face NAME[:CONFIG[:SPLIT]] with the column prompt (or question, problem), or with chosen;
     answer (or solution, ground_truth) is for accuracy; the columns system and tools are read, too"""
@@ -148,7 +157,7 @@ class Args:
     value_learning_rate: float = 3e-6
     """learning rate of the value model's AdamW; small models need a higher one, such as 3e-5 for 135 M parameters"""
     warmup_steps: int = 10
-    """optimizer steps over which the learning rate rises from 0"""
+    """optimizer steps over which the learning rates rise from 0; by default, a training step has 16"""
     minibatch_size: int = 64
     """completions per optimizer step, over all ranks"""
     microbatch_tokens: int = 16384
@@ -181,49 +190,16 @@ class Args:
     """log to Weights & Biases as well (WANDB_MODE=offline works)"""
 
 
-# The next three functions are the rule reward, which is logged beside the reward model's score wherever a row has an
-# answer. With --reward-model none, training uses it in place of the score. Edit any of them.
-
-
-def is_right(completion, answer):
-    """Return whether the final answer of a completion equals a row's answer; evaluations count this as accuracy."""
-    if answer is None:
-        raise ValueError("no column answer, solution or ground_truth: rename a column, or write a reward of your own")
-    given = parse_answer(extract_answer(completion) or "")
-    return given != "" and given == parse_gold(answer)
-
-
-def reward_fn(completion, answer):
-    """Return the reward of one completion. Both arguments are texts: an answer 148 in a file is "148"."""
-    return float(is_right(completion, answer))
-
-
-def score_completions(completions, rows):
-    """Return one reward per completion; each row has the prompt, the answer and the dataset's other columns.
-
-    Edit this function for rewards that need the prompt or many completions at once, such as a judge or a test runner.
-    """
-    return [reward_fn(completion, row["answer"]) for completion, row in zip(completions, rows)]
-
-
-def score_rollout(policy, reward_model, batch, texts, prompts, args):
-    """Return the scores that training uses and, with answers or without a reward model, rule_rewards; (B,) each."""
-    found = {}
-    if reward_model is None or prompts[0]["answer"] is not None:
-        rewards = check_rewards(score_completions(texts, prompts), texts)
-        found["rule_rewards"] = torch.tensor(rewards, dtype=torch.float32, device=policy.model.device)
-    if reward_model is None:
-        scores = found["rule_rewards"]
-    else:
-        scores = policy.normalise(compute_scores(reward_model, batch, args))
-    found["scores"] = scores - args.missing_stop_penalty * batch["truncated"]
-    return found
+# `python ppo_rlhf.py` trains the bundled model with these settings. --tiny gives them to a checkpoint of it, too.
+TINY = {"learning_rate": 1e-4, "value_learning_rate": 3e-4, "warmup_steps": 8, "num_steps": 30, "prompts_per_step": 128}
+TINY |= {"system_prompt": "", "max_prompt_length": 32, "max_completion_length": 48, "eval_prompts": 512}
+TINY |= {"update_epochs": 2, "microbatch_tokens": 1024, "precision": "float32"}
 
 
 def token_rewards(scores, old_logprobs, ref_logprobs, completion_mask, kl_coef):
     """Eq. 2 of Ouyang et al. per token: the score at the last token, minus kl_coef log(π_old / π_ref) at each.
 
-    scores (B,), all else (B, T); ref_logprobs may be None if kl_coef is 0 -> (B, T), 0 where masked.
+    scores (B,), all else (B, T); ref_logprobs may be None if kl_coef is 0 -> (B, T), 0 outside the mask.
     """
     mask = completion_mask.bool()
     places = torch.arange(mask.shape[1], device=mask.device)  # (T,)
@@ -241,7 +217,7 @@ def compute_advantages(rewards, values, completion_mask, gamma, gae_lambda):
     """
     mask = completion_mask.bool()
     rewards = torch.where(mask, rewards, 0.0)
-    values = torch.where(mask, values, 0.0)
+    values = torch.where(mask, values, 0.0)  # so the value after the last token is 0, also of a truncated completion
     advantages = torch.zeros_like(values)
     next_value = torch.zeros_like(values[:, 0])  # (B,)
     next_advantage = torch.zeros_like(next_value)
@@ -261,7 +237,7 @@ def whiten(x, mask):
 
 
 def k3(log_ratio):
-    """Estimate KL(p || q) from log(q / p) at samples of p (Schulman's k3): never negative, and right in the mean."""
+    """Estimate KL(p || q) from log(q / p) at samples of p (Schulman's k3): unbiased, and never negative."""
     return log_ratio.expm1() - log_ratio  # expm1(x) is exp(x) - 1 without rounding errors near 0
 
 
@@ -274,24 +250,26 @@ def policy_loss(
     clip_eps,
     sampler_weight_cap,
 ):
-    """The negative of eq. 7 of Schulman et al., summed over tokens; the caller divides by their number.
+    """The negative of eq. 7 of Schulman et al. with the weight w, summed over tokens; the caller divides by them.
 
-    All (B, T). Metrics are pairs (sum, count), over tokens.
+    All (B, T). Only logprobs get a gradient. Metrics are pairs (sum, count), over tokens.
     """
     mask = completion_mask.bool()
-    # What stands at masked places must not matter, not even inf or nan: set it to 0 before exp.
+    old_logprobs = old_logprobs.detach()
+    advantages = advantages.detach()
+    # Other code may leave inf or nan at masked places: set them to 0 before exp.
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
     ratio = log_ratio.exp()  # (B, T)
     clipped_ratio = ratio.clamp(1 - clip_eps, 1 + clip_eps)
     token_loss = -torch.min(ratio * advantages, clipped_ratio * advantages)  # (B, T)
-    sampler_log_ratio = torch.where(mask, old_logprobs - sampler_logprobs, 0.0)
+    sampler_log_ratio = torch.where(mask, old_logprobs - sampler_logprobs, 0.0).detach()
     weight = sampler_log_ratio.exp().clamp(max=sampler_weight_cap)  # (B, T)
     loss = torch.where(mask, weight * token_loss, 0.0).sum()
 
     num_tokens = mask.sum()
-    # Masked places have a ratio of 1, so they count nothing.
+    # At masked places all log-ratios are 0 and ratios 1, so they add nothing to these sums.
     metrics = {
-        "policy/approx_kl": (k3(log_ratio.detach()).sum(), num_tokens),
+        "policy/approx_kl": (k3(log_ratio.detach()).sum(), num_tokens),  # 0 in the first update of a step
         "policy/clip_fraction_low": (((ratio < 1 - clip_eps) & (advantages < 0)).sum(), num_tokens),
         "policy/clip_fraction_high": (((ratio > 1 + clip_eps) & (advantages > 0)).sum(), num_tokens),
         "policy/sampler_kl": (k3(sampler_log_ratio).sum(), num_tokens),
@@ -305,6 +283,7 @@ def value_loss(values, old_values, returns, completion_mask, value_clip_eps):
     All (B, T); the caller divides by the number of tokens. Metrics are pairs (sum, count), over tokens.
     """
     mask = completion_mask.bool()
+    old_values, returns = old_values.detach(), returns.detach()
     clipped_values = values.clamp(old_values - value_clip_eps, old_values + value_clip_eps)
     error = torch.where(mask, values - returns, 0.0).square()  # (B, T)
     clipped_error = torch.where(mask, clipped_values - returns, 0.0).square()
@@ -312,35 +291,165 @@ def value_loss(values, old_values, returns, completion_mask, value_clip_eps):
     return loss, {"value/clip_fraction": ((clipped_error > error).sum(), mask.sum())}
 
 
-def collect(policy, ref, reward_model, tokenizer, prompts, args):
-    """Sample a completion per prompt; return the batch, with all that the update needs, its minibatches, and texts."""
-    batch, texts = sample_completions(policy.actor, tokenizer, prompts, args.temperature, args)
-    mask = batch["completion_mask"]
-    batch |= score_rollout(policy, reward_model, batch, texts, prompts, args)
+class ActorCritic(nn.Module):
+    """The policy (actor) and the value model (critic): saved together, but sharded apart, as rollouts need only one."""
 
-    # shuffled minibatches; log-probabilities and values before the update, in the microbatches of its first epoch
-    epochs = [torch.randperm(len(texts), device=mask.device) for _ in range(args.update_epochs)]
-    minibatches = torch.cat(epochs).split(args.minibatch_size // WORLD_SIZE)
-    first_epoch = minibatches[: len(minibatches) // args.update_epochs]
-    batch["old_logprobs"] = compute_logprobs(policy.actor, batch, first_epoch, args)
-    batch["old_values"] = compute_values(policy, batch, first_epoch, args)
+    def __init__(self, model, value_model):
+        super().__init__()
+        self.actor = InForward(model, token_logprobs)
+        self.critic = InForward(value_model, token_values)
+        # Mean and standard deviation of the reward model's scores of samples of the initial policy (measure_scores).
+        self.register_buffer("score_mean", torch.tensor(0.0, dtype=torch.float64))
+        self.register_buffer("score_std", torch.tensor(1.0, dtype=torch.float64))
+
+    @property
+    def model(self):
+        return self.actor.model
+
+    def normalise(self, scores):
+        return (scores - self.score_mean) / self.score_std
+
+    def values(self, batch):
+        """Return values (B, T), 0 outside the mask; normalised like scores, because V starts as the reward model."""
+        return self.normalise(self.critic(batch)) * batch["completion_mask"]
+
+
+def token_values(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
+    """Return the value before each completion token (B, T): the scalar head at the place before its own."""
+    hidden = hidden_states(model, prompt_ids, prompt_mask, completion_ids, completion_mask)  # (B, W, D)
+    # Places count from 0, and a value stands one place before its token: hence - 2.
+    before = prompt_mask.sum(1, keepdim=True) + completion_mask.cumsum(1) - 2  # (B, T)
+    rows = torch.arange(len(hidden), device=hidden.device).unsqueeze(1)  # (B, 1)
+    return model.score(hidden).squeeze(2)[rows, before]
+
+
+def load_models(args, tokenizer, device):
+    """Load policy and value model as an ActorCritic, and reference and reward model, each None where there is none.
+
+    The value model starts as the reward model or, with --reward-model none, as the policy with a new head.
+    """
+    model = load_model(args.model, tokenizer)
+    check_model(model, args)
+    reward_model = None
+    if args.reward_model == "none":
+        torch.manual_seed(args.seed)  # for the new head
+        value_model = load_reward_model(args.model)
+    else:
+        reward_tokenizer = AutoTokenizer.from_pretrained(args.reward_model)
+        if not tokenizer.get_vocab().items() <= reward_tokenizer.get_vocab().items():
+            raise SystemExit(f"--reward-model {args.reward_model}: its tokenizer differs from that of {args.model}")
+        value_model = load_reward_model(args.reward_model, new_head=False)
+        reward_model = load_reward_model(args.reward_model, new_head=False).requires_grad_(False)
+        reward_model = prepare_model(InForward(reward_model, sequence_scores), args, device)
+    if args.lora_rank:
+        add_adapters(model, args.lora_rank)
+        add_adapters(value_model, args.lora_rank)
+        value_model.score.requires_grad_(True)
+    agent = ActorCritic(model, value_model)
+    prepare_model(agent.actor, args, device)
+    prepare_model(agent.critic, args, device)
+    agent.to(device)  # its buffers
+    ref = None
+    if args.kl_coef and args.lora_rank:
+        ref = partial(without_adapters, agent.actor)  # the policy without its adapters is the initial model
+    elif args.kl_coef:
+        initial = load_model(args.model, tokenizer).requires_grad_(False)
+        ref = prepare_model(InForward(initial, token_logprobs), args, device)
+    return agent, ref, reward_model
+
+
+def measure_scores(agent, reward_model, tokenizer, rows, args):
+    """Set mean and standard deviation of scores to those of NORM_SAMPLES samples of the initial policy."""
+    torch.manual_seed(mix_seed(args.seed, RANK))
+    picked = pick_rows(rows, 0, NORM_SAMPLES, args.seed)[RANK::WORLD_SIZE]
+    batch, _ = sample_completions(agent.actor, tokenizer, picked, args.temperature, args)
+    mean, variance = mean_and_variance(compute_scores(reward_model, batch, args))
+    agent.score_mean.fill_(mean)
+    agent.score_std.fill_(max(math.sqrt(variance), 1e-6))
+
+
+def score_rollout(agent, reward_model, batch, texts, rows, args, signals=None):
+    """Return {"scores": (B,)}, which training uses, and, with answers or without a reward model, rule_rewards (B,).
+
+    Return None after a signal: Ctrl-C may have ended programs that the rule reward runs.
+    """
+    scored = {}
+    if reward_model is None or rows[0]["answer"] is not None:  # all rows of a dataset have answers, or none
+        rewards = score_completions(texts, rows)
+        if signals is not None and stop_requested(signals):
+            return None
+        rewards = check_rewards(rewards, texts)
+        scored["rule_rewards"] = torch.tensor(rewards, dtype=torch.float32, device=agent.model.device)
+    if reward_model is None:
+        scores = scored["rule_rewards"]
+    else:
+        scores = agent.normalise(compute_scores(reward_model, batch, args))
+    scored["scores"] = scores - args.missing_stop_penalty * batch["truncated"]
+    return scored
+
+
+def rollout_metrics(batch):
+    """Return metrics of a rollout as pairs (sum, count); the objective is the sum of a completion's rewards."""
+    mask = batch["completion_mask"]
+    metrics = {
+        "objective/mean": (batch["objectives"].sum(), len(mask)),
+        "score/mean": (batch["scores"].sum(), len(mask)),
+        "rollout/length_mean": (mask.sum(), len(mask)),
+        "rollout/truncated": (batch["truncated"].sum(), len(mask)),
+        "value/explained_variance": (explained_variance(batch["returns"], batch["old_values"], mask), 1),
+    }
+    if "rule_rewards" in batch:
+        metrics["reward/mean"] = (batch["rule_rewards"].sum(), len(mask))
+    if "ref_logprobs" in batch:  # of π_old, whose samples these are
+        ref_log_ratio = batch["old_logprobs"] - batch["ref_logprobs"]  # both are 0 outside the mask
+        metrics["rollout/ref_kl_sum"] = (ref_log_ratio.sum(), len(mask))
+        metrics["policy/ref_kl"] = (k3(-ref_log_ratio).sum(), mask.sum())
+    return metrics
+
+
+def collect(agent, ref, reward_model, tokenizer, rows, args, signals):
+    """Sample a completion per row; return the batch, with all that the update needs, its minibatches, and texts.
+
+    Return None after a signal (see score_rollout).
+    """
+    batch, texts = sample_completions(agent.actor, tokenizer, rows, args.temperature, args)
+    mask = batch["completion_mask"]
+    scored = score_rollout(agent, reward_model, batch, texts, rows, args, signals)
+    if scored is None:
+        return None
+    batch |= scored
+
+    # Shuffled minibatches; log-probabilities and values before the update. They are computed in the microbatches of the
+    # first epoch, because bfloat16 results depend on them, and the first ratio is 1.
+    minibatches = []
+    for _ in range(args.update_epochs):
+        minibatches += torch.randperm(len(texts), device=mask.device).split(args.minibatch_size // WORLD_SIZE)
+    first_epoch = minibatches[: len(minibatches) // args.update_epochs]  # has each completion once
+    batch["old_logprobs"] = compute_logprobs(agent.actor, batch, first_epoch, args)
+    batch["old_values"] = compute_values(agent, batch, first_epoch, args)
     if ref is not None:
         batch["ref_logprobs"] = compute_logprobs(ref, batch, first_epoch, args)
 
     # The returns come from advantages that are not whitened: only these have the values' unit.
     rewards = token_rewards(batch["scores"], batch["old_logprobs"], batch.get("ref_logprobs"), mask, args.kl_coef)
+    batch["objectives"] = rewards.sum(1)  # (B,), the score minus kl_coef times the KL
     advantages, batch["returns"] = compute_advantages(rewards, batch["old_values"], mask, args.gamma, args.gae_lambda)
     batch["advantages"] = whiten(advantages, mask)
     return batch, minibatches, texts
 
 
-def accumulate_gradients(policy, batch, indices, divisor, args):
+# A batch is a dictionary of tensors with a row for each of B completions: prompt_ids, prompt_mask (B, P);
+# completion_ids, completion_mask and, after collect, sampler_logprobs, old_logprobs, old_values, returns, advantages
+# (B, T). agent.actor(batch, temperature) returns log-probabilities and entropies (B, T), agent.values(batch) values.
+
+
+def accumulate_gradients(agent, batch, indices, divisor, args):
     """Accumulate the gradients of both losses / divisor over these completions; return dictionaries of metrics."""
     collected = []
     for part in microbatches(batch, indices, args.microbatch_tokens):
         mask = part["completion_mask"]
         num_tokens = mask.sum()
-        logprobs, entropies = policy.actor(part, args.temperature)
+        logprobs, entropies = agent.actor(part, args.temperature)
         actor_loss, metrics = policy_loss(
             logprobs,
             part["old_logprobs"],
@@ -351,7 +460,7 @@ def accumulate_gradients(policy, batch, indices, divisor, args):
             args.sampler_weight_cap,
         )
         critic_loss, value_metrics = value_loss(
-            policy.values(part),
+            agent.values(part),
             part["old_values"],
             part["returns"],
             mask,
@@ -361,47 +470,44 @@ def accumulate_gradients(policy, batch, indices, divisor, args):
         metrics["loss/policy"] = (actor_loss.detach(), num_tokens)
         metrics["loss/value"] = (critic_loss.detach(), num_tokens)
         metrics["policy/entropy"] = (entropies.sum(), num_tokens)
-        if "ref_logprobs" in part:  # only to be watched: the penalty is in the rewards
-            ref_log_ratio = torch.where(mask.bool(), part["ref_logprobs"] - logprobs.detach(), 0.0)
-            metrics["policy/ref_kl"] = (k3(ref_log_ratio).sum(), num_tokens)
         collected.append(metrics | value_metrics)
     return collected
 
 
-def accumulate_ptx(policy, texts, args):
+def accumulate_ptx(agent, texts, args):
     """Accumulate ptx_coef times the gradient of the mean loss per token of all ranks' texts; return a metric."""
+    device = agent.model.device
     batch = {}
-    for name in ("prompt", "completion"):
-        ids, mask = pad([text[f"{name}_ids"] for text in texts], policy.model.device)
-        batch |= {f"{name}_ids": ids, f"{name}_mask": mask}
-    divisor = all_reduce(batch["completion_mask"].sum().item()) / WORLD_SIZE  # FSDP averages over ranks
-    indices = torch.arange(len(texts), device=policy.model.device)
+    batch["prompt_ids"], batch["prompt_mask"] = pad([text["prompt_ids"] for text in texts], device)
+    batch["completion_ids"], batch["completion_mask"] = pad([text["completion_ids"] for text in texts], device)
+    divisor = all_reduce(batch["completion_mask"].sum().item()) / WORLD_SIZE  # FSDP takes the mean over ranks
+    indices = torch.arange(len(texts), device=device)
     total_loss = 0.0
     for part in microbatches(batch, indices, args.microbatch_tokens):
-        logprobs, _ = policy.actor(part, 1.0)  # texts are not samples, so --temperature does not apply
-        loss = -logprobs.sum()  # they are 0 where masked
+        logprobs, _ = agent.actor(part, 1.0)  # texts are not samples, so --temperature does not apply
+        loss = -logprobs.sum()  # they are 0 outside the mask
         (args.ptx_coef * loss / divisor).backward()
         total_loss += loss.detach()
     return {"loss/ptx": (total_loss, divisor)}
 
 
-def update(policy, optimizers, batch, minibatches, ptx_texts, step, args):
+def update(agent, optimizers, batch, minibatches, ptx_texts, step, args):
     """Make an optimizer step of policy and value model per minibatch; return dictionaries of metrics."""
     collected = []
     for number, indices in enumerate(minibatches):
-        steps_done = (step - 1) * len(minibatches) + number
+        updates_done = (step - 1) * len(minibatches) + number
         num_tokens = batch["completion_mask"][indices].sum().item()
-        divisor = all_reduce(num_tokens) / WORLD_SIZE  # a mean over tokens; FSDP averages over ranks
-        collected += accumulate_gradients(policy, batch, indices, divisor, args)
+        divisor = all_reduce(num_tokens) / WORLD_SIZE  # tokens of all ranks; FSDP takes the mean over ranks
+        collected += accumulate_gradients(agent, batch, indices, divisor, args)
         if ptx_texts:  # as many texts as completions
-            first = steps_done * args.minibatch_size
+            first = updates_done * args.minibatch_size
             texts = pick_rows(ptx_texts, first, args.minibatch_size, args.seed)
-            collected.append(accumulate_ptx(policy, texts[RANK::WORLD_SIZE], args))
-        warmup = min(1.0, (steps_done + 1) / max(1, args.warmup_steps))
+            collected.append(accumulate_ptx(agent, texts[RANK::WORLD_SIZE], args))
+        warmup = min(1.0, (updates_done + 1) / max(1, args.warmup_steps))
         learning_rate = args.learning_rate * warmup
         value_learning_rate = args.value_learning_rate * warmup
-        grad_norm = step_optimizer(policy.actor, optimizers[0], learning_rate, args.max_grad_norm)
-        value_grad_norm = step_optimizer(policy.critic, optimizers[1], value_learning_rate, args.max_grad_norm)
+        grad_norm = step_optimizer(agent.actor, optimizers[0], learning_rate, args.max_grad_norm)
+        value_grad_norm = step_optimizer(agent.critic, optimizers[1], value_learning_rate, args.max_grad_norm)
         collected.append({"optim/grad_norm": (grad_norm, 1), "optim/value_grad_norm": (value_grad_norm, 1)})
     return collected
 
@@ -410,21 +516,21 @@ def main(args):
     device = init_ranks()
     check_args(args)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    train_prompts, eval_prompts = load_prompts(args, tokenizer)
+    train_rows, eval_rows = load_rows(args, tokenizer)
     ptx_texts = load_texts(args, tokenizer)
-    # The value model starts as the reward model or, with --reward-model none, as the policy with a new head.
-    policy, ref, reward_model = load_models(args, tokenizer, device)
-    show_first_prompt((train_prompts or eval_prompts)[0], policy.model, tokenizer)
-    optimizers = [
-        torch.optim.AdamW(part.parameters(), betas=(0.9, 0.95), eps=1e-5, weight_decay=0.0, fused=True)
-        for part in (policy.actor, policy.critic)
-    ]
-    last_step = open_run(args, policy, optimizers)  # with --resume, this loads their states
-    if last_step == 0 and reward_model is not None:
-        measure_scores(policy, reward_model, tokenizer, train_prompts or eval_prompts, args)
-    stops = catch_signals()
-    if last_step == 0 and eval_prompts:
-        log_step(args, 0, evaluate(policy, reward_model, tokenizer, eval_prompts, args, 0))
+    agent, ref, reward_model = load_models(args, tokenizer, device)
+    show_first_row((train_rows or eval_rows)[0], agent.model, tokenizer)
+    optimizers = []
+    for part, learning_rate in ((agent.actor, args.learning_rate), (agent.critic, args.value_learning_rate)):
+        settings = {"betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.0}  # eps as Huang et al.
+        optimizers.append(torch.optim.AdamW(part.parameters(), learning_rate, fused=True, **settings))
+        init_moments(optimizers[-1])
+    last_step = open_run(args, agent, optimizers)  # with --resume, this loads their states
+    if reward_model is not None and not args.resume:
+        measure_scores(agent, reward_model, tokenizer, train_rows or eval_rows, args)
+    signals = catch_signals()
+    if eval_rows and not args.resume:
+        log_step(args, 0, evaluate(agent, reward_model, tokenizer, eval_rows, args, 0))
 
     progress = tqdm(range(last_step + 1, args.num_steps + 1), disable=RANK > 0)
     for step in progress:
@@ -432,10 +538,14 @@ def main(args):
         torch.manual_seed(mix_seed(args.seed, step, RANK))
         step_start = time.perf_counter()
         first = (step - 1) * args.prompts_per_step
-        prompts = pick_rows(train_prompts, first, args.prompts_per_step, args.seed)[RANK::WORLD_SIZE]
-        batch, minibatches, texts = collect(policy, ref, reward_model, tokenizer, prompts, args)
+        rows = pick_rows(train_rows, first, args.prompts_per_step, args.seed)[RANK::WORLD_SIZE]
+        rollout = collect(agent, ref, reward_model, tokenizer, rows, args, signals)
+        if rollout is None:
+            save(args.run_dir, agent, optimizers, tokenizer, step - 1)
+            break
+        batch, minibatches, texts = rollout
         rollout_end = time.perf_counter()
-        collected = update(policy, optimizers, batch, minibatches, ptx_texts, step, args)
+        collected = update(agent, optimizers, batch, minibatches, ptx_texts, step, args)
 
         # metrics, evaluation, logs, saving
         metrics = mean_metrics([rollout_metrics(batch), *collected])
@@ -444,72 +554,82 @@ def main(args):
         metrics["optim/value_learning_rate"] = optimizers[1].param_groups[0]["lr"]
         metrics["perf/rollout_seconds"] = rollout_end - step_start
         metrics["perf/step_seconds"] = time.perf_counter() - step_start
-        stopping = all_reduce(len(stops)) > 0
-        if eval_prompts and not stopping and (step % args.eval_every == 0 or step == args.num_steps):
-            metrics |= evaluate(policy, reward_model, tokenizer, eval_prompts, args, step)
+        stopping = stop_requested(signals)
+        if eval_rows and not stopping and (step % args.eval_every == 0 or step == args.num_steps):
+            evaluation = evaluate(agent, reward_model, tokenizer, eval_rows, args, step)
+            stopping = stop_requested(signals)  # then it may be wrong, as a rollout may be
+            if not stopping:
+                metrics |= evaluation
         log_step(args, step, metrics)
-        log_sample(args, step, prompts[0], texts[0], batch["scores"][0].item())
-        progress.set_postfix(score=metrics["score/mean"])
+        log_sample(args, step, rows[0], texts[0], batch["scores"][0].item())
+        progress.set_postfix(objective=metrics["objective/mean"])
         if stopping or step % args.save_every == 0 or step == args.num_steps:
-            save(args.run_dir, policy, optimizers, tokenizer, step)
+            save(args.run_dir, agent, optimizers, tokenizer, step)
         if stopping:
             break
 
-    end_run(args, stops)
+    end_run(args, signals)
 
 
-# ---- below: what the scripts of this repository share, as identical copies, in the order of use
+# ---- below: what several scripts share, as identical copies, in the order of use
+# Of these, only this script has check_args, read_row, pair_prompt, load_texts, read_text, InForward, mean_and_variance,
+# compute_scores, evaluate, compute_values, explained_variance, log_sample.
 
+PATHS = ("model", "dataset", "reward_model", "ptx_dataset")  # flags that may name a file or folder
 PROMPT_COLUMNS = ("prompt", "question", "problem")
 ANSWER_COLUMNS = ("answer", "solution", "ground_truth")
 COMPLETION_COLUMNS = ("completion", "response", "solution", "answer")
 READ_COLUMNS = (*PROMPT_COLUMNS, *COMPLETION_COLUMNS, *ANSWER_COLUMNS, "chosen", "text", "messages", "system", "tools")
+FORMATS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
 EVAL_SAMPLES = 4  # completions per held-out prompt, for pass@1 and pass@4
 NORM_SAMPLES = 512  # completions of the initial model on which scores are normalised
 LORA_ALPHA = 32  # an adapter's output is multiplied by alpha / rank
-LINEAR_LAYERS = ("Linear", "FalconLinear")  # classes that get adapters; other subclasses, such as routers, do more
+LINEAR_LAYERS = ("Linear", "FalconLinear")  # classes that get adapters; subclasses, such as routers, may do more
 
 # A progress bar within a step, which appears after five seconds.
 inner_bar = partial(tqdm, leave=False, delay=5, disable=RANK > 0)
 
 
 def parse_args():
-    """Read the flags; defaults are the settings of the run to resume, or those in the model's config.json."""
-    flags = [flag.replace("=~/", f"={Path.home()}/") for flag in sys.argv[1:]]  # shells leave the ~ of --flag=~/x
-    args = tyro.cli(Args, args=flags)  # only for --model and --resume, which say where the defaults are
-    if args.resume:
-        file = Path(args.resume, "args.json")
+    """Read the flags. Their defaults are TINY, those of Args or, with --resume, the settings of the run."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--model")
+    first.add_argument("--tiny", action=argparse.BooleanOptionalAction)
+    first.add_argument("--resume")
+    given, _ = first.parse_known_args()
+    defaults = {}
+    if given.resume:
+        file = Path(given.resume, "args.json")
         if not file.exists():
-            raise SystemExit(f"--resume {args.resume}: this is not the folder of a run, {file} does not exist")
+            raise SystemExit(f"--resume {given.resume}: this is not the folder of a run, {file} does not exist")
         settings = json.loads(file.read_text())
-        script = Path(sys.argv[0]).name  # the started file, which may import this one
-        started = settings.pop("script", script)
-        if started != script:
-            raise SystemExit(f"--resume {args.resume}: this run was started with {started}, not with {script}")
-        settings["run_dir"] = ""  # the same folder again, unless --run-dir names another
-    else:
-        config, _ = PreTrainedConfig.get_config_dict(args.model)
-        if "quantization_config" in config:
-            raise SystemExit(f"{args.model} is quantized: train the model that it was made from")
-        settings = config.get("task_defaults", {})
-        settings |= settings.get(Path(__file__).name, {})  # for this script alone
-        settings = {name: value for name, value in settings.items() if name in vars(args)}  # not those of other scripts
-        if RANK == 0:
-            print(f"defaults from the model's config.json (your flags replace them): {settings}")
-    args = tyro.cli(Args, args=flags, default=Args(**settings))
-    if args.resume and args.lora_rank != settings["lora_rank"]:
-        raise SystemExit(f"--resume {args.resume}: --lora-rank must stay {settings['lora_rank']}")
+        unknown = sorted(settings.keys() - vars(Args()).keys() - {"script"})
+        if unknown and RANK == 0:
+            print(f"{file}: settings that this version does not have are ignored: {', '.join(unknown)}")
+        defaults = {name: value for name, value in settings.items() if name in vars(Args())}
+        defaults["run_dir"] = ""  # the same folder again, unless --run-dir names another
+    elif given.tiny or given.model is None:
+        defaults = TINY
+    args = tyro.cli(Args, default=Args(**defaults))
+    for name in PATHS:  # absolute, because a run may be resumed from another folder
+        path = getattr(args, name)
+        if path and Path(path).exists():
+            setattr(args, name, os.path.abspath(path))
+    if args.resume:
+        current = vars(args) | {"script": Path(sys.argv[0]).name}  # the started file, which may import this one
+        for name in ("script", "dataset", "eval_prompts", "lora_rank"):  # others would train on held-out rows, or fail
+            if current[name] != settings.get(name, current[name]):
+                raise SystemExit(f"--resume {args.resume}: {name} must stay {settings[name]}, as in {file}")
     if args.run_dir and Path(args.run_dir).exists():
         raise SystemExit(f"--run-dir {args.run_dir} exists: name a new folder, or give --resume {args.run_dir} alone")
-    for name in ("model", "dataset"):  # a run may be resumed in another folder
-        path = Path(getattr(args, name))
-        if path.exists():
-            setattr(args, name, os.path.abspath(path))
     return args
 
 
 def init_ranks():
     """Join the process group of torchrun, or make a group of one; return this rank's device."""
+    if hasattr(sys.stdout, "reconfigure"):  # a notebook's has none
+        sys.stdout.reconfigure(errors="replace")  # a letter that the terminal lacks must not end a run
     device = torch.device("cpu")
     backend = "gloo"
     if torch.cuda.is_available():
@@ -517,10 +637,9 @@ def init_ranks():
         backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timedelta(hours=2))
-    elif not dist.is_initialized():
+        dist.init_process_group(backend, timeout=timedelta(hours=2))  # ranks may sample for very different times
+    elif not dist.is_initialized():  # it is in a notebook, after a run that failed
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        sys.excepthook = sys.__excepthook__  # a traceback of a single process needs no "[rank0]:" in each line
     return device
 
 
@@ -548,95 +667,100 @@ def multiplies_bfloat16():
     return torch.cpu.get_capabilities().get("avx512_bf16", False)
 
 
-def load_prompts(args, tokenizer):
-    """Load training prompts and held-out prompts."""
-    train_rows, held_out_rows = load_splits(args.dataset, args.eval_prompts)
-    eval_prompts = read_prompts("held-out", held_out_rows, [], args, tokenizer)
-    held_out = {tuple(prompt["prompt_ids"]) for prompt in eval_prompts}
-    train_prompts = read_prompts("training", train_rows, held_out, args, tokenizer)
-    if args.num_steps > 0 and not train_prompts:
-        raise SystemExit(f"{args.dataset}: no prompt is left for training")
-    return train_prompts, eval_prompts
+def load_rows(args, tokenizer):
+    """Load training rows and held-out rows."""
+    train_split, held_out_split = load_splits(args.dataset, args.eval_prompts)
+    eval_rows = read_rows("held-out", held_out_split, [], args, tokenizer)
+    held_out = {tuple(row["prompt_ids"]) for row in eval_rows}
+    train_rows = read_rows("training", train_split, held_out, args, tokenizer)
+    if args.num_steps > 0 and not train_rows:
+        raise SystemExit(f"{args.dataset}: no row is left for training")
+    return train_rows, eval_rows
 
 
 def load_splits(name, num_held_out):
-    """Load training rows, and rows to hold out, whose prompts are dropped from training when rows are read."""
-    path, _, rest = name.partition(":")  # NAME, NAME:CONFIG or NAME:CONFIG:SPLIT
-    config, _, split = rest.partition(":")
-    train = split or "train"
-    file_type = Path(name.removesuffix(".gz")).suffix
+    """Load training rows and rows to hold out, whose prompts are taken out when training rows are read.
+
+    Rows are held out of the split test, else of validation, else of train; beside train_sft, these are test_sft, ...
+    """
+    path, config, split = name, None, ""
+    if not Path(name).exists():  # NAME, NAME:CONFIG or NAME:CONFIG:SPLIT
+        path, config, split, *_ = [*name.split(":"), "", ""]
+    file_type = Path(name.lower().removesuffix(".gz")).suffix
     try:
-        if file_type in (".csv", ".tsv"):
-            separator = {".csv": ",", ".tsv": "\t"}[file_type]
-            # Read blanks as "": as missing values they would turn whole numbers into floats. No column is an index.
-            splits = load_dataset("csv", data_files=name, sep=separator, keep_default_na=False, index_col=False)
-        elif file_type in (".json", ".jsonl", ".ndjson"):
-            splits = load_dataset("json", data_files=name)
-        elif file_type == ".parquet":
-            splits = load_dataset("parquet", data_files=name)
+        if file_type in SEPARATORS:
+            # All columns are texts, as they stand in the file: no 7 for 007, and no missing value for NA.
+            table = pandas.read_csv(name, sep=SEPARATORS[file_type], dtype=str, keep_default_na=False, index_col=False)
+            splits = {"train": Dataset.from_pandas(table)}
+        elif file_type in FORMATS:
+            splits = load_dataset(FORMATS[file_type], data_files=glob.escape(name))
         else:
             splits = load_dataset(path, config or None)
-    except Exception as error:  # the cause of one of datasets' own errors says more
+    except Exception as error:  # datasets wraps the error that says more
         raise SystemExit(f"{name} cannot be read: {error.__cause__ or error!r}") from error
-    # Hold out rows of the test split, else of validation, else of the training split. With train_sft it is test_sft.
+    train = split or "train"
     candidates = [train.replace("train", kind) for kind in ("test", "validation", "train")]
-    found = [candidate for candidate in candidates if candidate in splits]
-    if not found or (split and split not in splits):
+    candidates = [candidate for candidate in candidates if candidate in splits]
+    if not candidates or (split and split not in splits):
         raise SystemExit(f"{name} has only the splits {list(splits)}: name one of them, as in NAME:CONFIG:SPLIT")
-    rows = splits[found[0]]
-    most = len(rows)
-    if found[0] == train:
-        most = len(rows) // 5
-    if num_held_out < 0 or num_held_out > most:
-        num_held_out = most
+    rows = splits[candidates[0]]
+    limit = len(rows)
+    if candidates[0] == train:
+        limit = len(rows) // 5
+    if num_held_out < 0 or num_held_out > limit:
+        num_held_out = limit
     if RANK == 0:
         unread = [column for column in rows.column_names if column not in READ_COLUMNS]
-        print(f"{name}: {num_held_out} of {len(rows)} rows of split {found[0]} are held out; unread columns: {unread}")
+        print(f"{name}: {num_held_out} of {len(rows)} rows of {candidates[0]} are held out; unread columns: {unread}")
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
     held_out = rows.select(order[:num_held_out].sort().values)
     return splits.get(train, []), held_out
 
 
-def read_prompts(kind, rows, held_out, args, tokenizer):
-    """Read a split's prompts, without those whose ids are held out; print how many were dropped, and why."""
-    prompts, dropped = [], Counter()
+def read_rows(kind, rows, held_out, args, tokenizer):
+    """Read a split's rows, without those whose prompts are held out; print how many were dropped, and why."""
+    kept, dropped = [], Counter()
     for number, row in enumerate(rows):
         try:
-            prompt, reason = read_prompt(row, args, tokenizer)
+            row_read, reason = read_row(row, args, tokenizer)
         except Exception as error:
             raise SystemExit(f"{args.dataset}, {kind} row {number}: {error!r}; the row is {row!r:.300}") from error
-        if not reason and tuple(prompt["prompt_ids"]) in held_out:
+        if not reason and tuple(row_read["prompt_ids"]) in held_out:
             reason = "held out, or with a held-out prompt"
         if reason:
             dropped[reason] += 1
         else:
-            prompts.append(prompt)
-    if RANK == 0:
-        unknown = sum(tokenizer.unk_token_id in prompt["prompt_ids"] for prompt in prompts)
-        print(f"{len(prompts)} {kind} rows, dropped: {dict(dropped)}, prompts with unknown tokens: {unknown}")
-    return prompts
+            kept.append(row_read)
+    if RANK == 0:  # many unknown tokens are a sign of a wrong tokenizer
+        unknown = sum(tokenizer.unk_token_id in row["prompt_ids"] for row in kept)
+        print(f"{len(kept)} {kind} rows, dropped: {dict(dropped)}, prompts with unknown tokens: {unknown}")
+    return kept
 
 
-def read_prompt(row, args, tokenizer):
-    """Return (the row with its prompt, answer and prompt_ids, "") or (None, why the row is dropped)."""
+def read_row(row, args, tokenizer):
+    """Return the row with its prompt, answer and prompt_ids, and ""; or None, and why the row is dropped."""
     prompt = find_column(row, PROMPT_COLUMNS) or pair_prompt(row, tokenizer.chat_template is not None)
     answer = find_column(row, ANSWER_COLUMNS)
     if not prompt:
         return None, f"without one of the columns {', '.join(PROMPT_COLUMNS)}, or a prompt in chosen"
+    if isinstance(answer, list):
+        column = next(name for name in ANSWER_COLUMNS if name in row)
+        raise ValueError(f"column {column}: an answer must be a text, not a list")
     if answer is not None and parse_gold(answer) == "":
         return None, "without an answer"
     messages = as_messages(prompt, "user")
     system_prompt = row.get("system") or args.system_prompt
     if system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system_prompt})
-    prompt_ids = encode_prompt(tokenizer, messages, without_nulls(row.get("tools")))
+    continued = messages[-1]["role"] == "assistant"
+    prompt_ids = encode_prompt(tokenizer, messages, without_nulls(row.get("tools")), continued)
     if len(prompt_ids) > args.max_prompt_length:
         return None, "with a prompt longer than --max-prompt-length"
     return {**row, "prompt": prompt, "answer": answer, "prompt_ids": prompt_ids}, ""
 
 
 def find_column(row, names):
-    """Return the first of these columns in a row, as a text or messages: "" if it is empty, None if there is none."""
+    """Return the first of these columns in a row, a text or messages: "" if it is empty, None if there is none."""
     for name in names:
         if name in row:
             value = row[name]
@@ -644,11 +768,7 @@ def find_column(row, names):
                 return ""
             if isinstance(value, (str, list)):
                 return value
-            if isinstance(value, float):
-                if abs(value) >= 2**53:
-                    raise ValueError(f"{value} may have lost digits: write large numbers in quotes, in a JSON file")
-                return f"{Decimal(str(value)):f}"  # 0.00001, not 1e-05
-            return json.dumps(value)  # true, not True
+            return json.dumps(value)  # numbers as texts, and true rather than True
     return None
 
 
@@ -682,13 +802,9 @@ NOTATIONS = (
     ("\u2212", "-"),  # the minus sign that is not a hyphen
     (r"\\([$%])", r"\1"),  # \$ \% -> $ %
     (r"\\[()\[\]]|\$\$", "$"),  # \( \) \[ \] $$ -> $
-    (r"^\*\*(.*)\*\*$", r"\1"),  # **5** -> 5
-    (r"\.$", ""),  # 5. -> 5
-    (r"^\$([^$]*)\$$", r"\1"),  # $5$ -> 5
-    (r"^\{([^{}]*)\}$", r"\1"),  # {5} -> 5
-    (r"\.$", ""),  # the end of $5.$
+    (r"^(?:\*\*(.*)\*\*|\$([^$]*)\$|\{([^{}]*)\}|(.*)\.)$", r"\1\2\3\4"),  # **5** $5$ {5} 5. -> 5
     (r"(?<=[0-9])(?:\\!,|,\\!|\\,|\{,\})(?=[0-9])", ","),  # 1{,}000 1\,000 1,\!000 -> 1,000
-    (r"^([+-]?) ?[$£€] ?", r"\1"),  # -$5 -> -5
+    (r"^([+-]?) ?[$£€] ?(?!.*\$)", r"\1"),  # -$5 -> -5
     (r"\\[dt]frac", r"\\frac"),  # \dfrac \tfrac -> \frac
     (r"\\frac ?([0-9])", r"\\frac{\1}"),  # \frac12 -> \frac{1}2
     (r"(\\frac\{[^{}]*\}) ?([0-9])", r"\1{\2}"),  # \frac{1}2 -> \frac{1}{2}
@@ -697,7 +813,7 @@ NOTATIONS = (
 )
 NUMBER = re.compile(
     r"([+-]?) ?"  # sign
-    r"(?=[0-9.])"  # something follows, although each of the next parts may be empty
+    r"(?=[0-9.])"  # the text does not end here, although each of the next parts may be empty
     r"((?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]*)(?:\.[0-9]+)?(?:e[+-]?[0-9]{1,2})?)"  # 1,234  5  .5  1e-05
     r"(?: ?/ ?([+-]?0*[1-9][0-9]*))?"  # a divisor other than 0
 )
@@ -711,7 +827,7 @@ def parse_answer(text):
     """
     if len(text) > 1000:  # no answer is that long, and Python refuses to read numbers of more than 4300 digits
         return text
-    for pattern, replacement in NOTATIONS:
+    for pattern, replacement in NOTATIONS + NOTATIONS:
         text = re.sub(pattern, replacement, text).strip()
     number = NUMBER.fullmatch(text)
     if number:
@@ -727,7 +843,7 @@ def extract_answer(text):
     -\boxed{\frac{1}{2}}                    ->  -\frac{1}{2}
     1 + 1 = 2 #### 2                        ->  2
     """
-    text = text.rpartition("</think>")[2].partition("<think>")[0]  # after a thought, before one that was cut off
+    text = text.rpartition("</think>")[2].partition("<think>")[0]  # drop thoughts, also one that was cut off
     answer = None
     while "\\boxed" in text:
         before, _, after = text.partition("\\boxed")
@@ -770,7 +886,7 @@ def as_messages(value, role):
 
 
 def without_nulls(value):
-    """Take out the nulls that parquet fills into dictionaries, wherever they are."""
+    """Take out the nulls with which Arrow gives all dictionaries of a column the same keys."""
     if isinstance(value, dict):
         return {name: without_nulls(field) for name, field in value.items() if field is not None}
     if isinstance(value, list):
@@ -778,10 +894,11 @@ def without_nulls(value):
     return value
 
 
-def encode_prompt(tokenizer, messages, tools):
-    """Return the ids of messages, up to the place where the completion begins."""
+def encode_prompt(tokenizer, messages, tools, continued=False):
+    """Return the ids of messages, up to the place where the completion begins; it may continue the last message."""
     if tokenizer.chat_template is not None:
-        return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False)
+        how = {"add_generation_prompt": not continued, "continue_final_message": continued}
+        return tokenizer.apply_chat_template(messages, tools=tools, return_dict=False, **how)
     ids = tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]
     if ids[-1] == tokenizer.eos_token_id:  # some tokenizers add it
         ids.pop()
@@ -796,10 +913,10 @@ def load_texts(args, tokenizer):
     texts, dropped = [], Counter()
     for number, row in enumerate(rows):
         try:
-            found = read_text(row, tokenizer, args)
+            parts = read_text(row, tokenizer, args)
         except Exception as error:
             raise SystemExit(f"{args.ptx_dataset}, row {number}: {error!r}; the row is {row!r:.300}") from error
-        for text, reason in found:
+        for text, reason in parts:
             if reason:
                 dropped[reason] += 1
             else:
@@ -814,7 +931,7 @@ def load_texts(args, tokenizer):
 
 
 def read_text(row, tokenizer, args):
-    """Read a row that has a text, all of which is trained but its first token, or what sft.py reads (see read_chat)."""
+    """Read a text, whose first token is the prompt and whose others are trained up to the limit, or a chat."""
     text = find_column(row, ("text",))
     if text is None:
         return read_chat(row, tokenizer, args)
@@ -835,11 +952,11 @@ def read_chat(row, tokenizer, args):
     system_prompt = row.get("system") or args.system_prompt
     if system_prompt and roles[0] != "system":
         messages.insert(0, {"role": "system", "content": system_prompt})
-    found = []
+    turns = []
     for place, message in enumerate(messages):
         if message["role"] == "assistant":
-            found.append(read_turn(messages[: place + 1], without_nulls(row.get("tools")), tokenizer, args))
-    return found
+            turns.append(read_turn(messages[: place + 1], without_nulls(row.get("tools")), tokenizer, args))
+    return turns
 
 
 def find_chat(row):
@@ -898,38 +1015,6 @@ def find_turn_end(tokenizer):
     return None
 
 
-def load_models(args, tokenizer, device):
-    """Load the policy with its value model, and reference and reward model, each None where there is none."""
-    model = load_model(args.model, tokenizer)
-    check_model(model, args)
-    reward_model = None
-    if args.reward_model == "none":
-        torch.manual_seed(args.seed)  # of the new head
-        value_model = load_reward_model(args.model)
-    else:
-        reward_tokenizer = AutoTokenizer.from_pretrained(args.reward_model)
-        if not tokenizer.get_vocab().items() <= reward_tokenizer.get_vocab().items():
-            raise SystemExit(f"--reward-model {args.reward_model}: its tokenizer differs from that of {args.model}")
-        value_model = load_reward_model(args.reward_model, new_head=False)
-        frozen = load_reward_model(args.reward_model, new_head=False).requires_grad_(False)
-        reward_model = prepare_model(InForward(frozen, sequence_scores), args, device)
-    if args.lora_rank:
-        add_adapters(model, args.lora_rank)
-        add_adapters(value_model, args.lora_rank)
-        value_model.score.requires_grad_(True)
-    policy = ActorCritic(model, value_model)
-    prepare_model(policy.actor, args, device)
-    prepare_model(policy.critic, args, device)
-    policy.to(device)  # its buffers
-    ref = None
-    if args.kl_coef and args.lora_rank:
-        ref = partial(without_adapters, policy.actor)  # the policy without its adapters is the initial model
-    elif args.kl_coef:
-        initial = load_model(args.model, tokenizer).requires_grad_(False)
-        ref = prepare_model(InForward(initial, token_logprobs), args, device)
-    return policy, ref, reward_model
-
-
 def load_model(name, tokenizer):
     """Load a language model in float32, with dropout off, and put all its stop tokens into its generation config."""
     model, info = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
@@ -941,7 +1026,6 @@ def load_model(name, tokenizer):
         torch.set_num_threads(1)  # on a CPU, more threads would mostly wait for each other
     # nn.Embedding gives the row padding_idx no gradient, but the padding token may also be the stop token.
     model.get_input_embeddings().padding_idx = None
-    model.config_file, _ = PreTrainedConfig.get_config_dict(name)  # for save
     stop_ids = model.generation_config.eos_token_id
     if not isinstance(stop_ids, list):
         stop_ids = [stop_ids]
@@ -954,18 +1038,12 @@ def load_model(name, tokenizer):
 def check_model(model, args):
     """Exit if a prompt and its completion may exceed the model's context."""
     longest = args.max_prompt_length + args.max_completion_length
-    context = max_context(model)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
     if longest > context:
-        raise SystemExit(f"the maximum lengths add up to {longest} tokens, but the model's context has only {context}")
-
-
-def max_context(model):
-    """Return how many tokens a model can read, as far as its config says it."""
-    config = model.config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":  # beyond this length, a row's results depend on the longest row beside it
-        return rope["original_max_position_embeddings"]
-    return getattr(config, "max_position_embeddings", math.inf)
+        raise SystemExit(
+            f"--max-prompt-length and --max-completion-length add up to {longest} tokens, but the model's context has "
+            f"only {context}; a checkpoint of the bundled model needs --tiny"
+        )
 
 
 def load_reward_model(name, new_head=True):
@@ -975,38 +1053,43 @@ def load_reward_model(name, new_head=True):
     )
     missing = set(info["missing_keys"])
     if new_head and "score.weight" in missing:
-        print(f"{name} has no head for scores yet (score.weight, which transformers calls MISSING): it gets a new one")
         missing.remove("score.weight")
-        nn.init.normal_(model.score.weight, std=1 / math.sqrt(model.score.in_features + 1))
+        nn.init.normal_(model.score.weight, std=1 / math.sqrt(model.score.in_features + 1))  # as Huang et al. 2024
+        if RANK == 0:
+            print(f"{name} has no head for scores (score.weight, which transformers calls MISSING): it gets a new one")
     if missing:
         raise SystemExit(f"{name} is not a complete reward model: weights are missing, among them {min(missing)}")
     if model.num_parameters() < 10_000_000:
         torch.set_num_threads(1)  # on a CPU, more threads would mostly wait for each other
     # nn.Embedding gives the row padding_idx no gradient, but the padding token may also be the stop token.
     model.get_input_embeddings().padding_idx = None
-    model.config_file, _ = PreTrainedConfig.get_config_dict(name)  # for save
     return model
 
 
 def prepare_model(policy, args, device):
-    """Set up bfloat16, gradient checkpointing and FSDP2, where they are needed."""
+    """Set up bfloat16, gradient checkpointing and FSDP2, where they are needed.
+
+    With bfloat16, trained weights and all gradients are float32, and frozen weights of blocks bfloat16. The blocks
+    compute in bfloat16. Embeddings, final norm and head compute in float32, the head's product as in use_bfloat16.
+    """
     blocks = find_blocks(policy.model)
     mp_policy = MixedPrecisionPolicy()
     if args.precision == "bfloat16":
         use_bfloat16(blocks)
         mp_policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    if args.gradient_checkpointing:
+    if args.gradient_checkpointing:  # that of transformers does nothing without dropout, in eval mode
         for block in blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     # On one rank, all that FSDP2 does is to keep float32 weights and to compute with bfloat16 copies of them.
     if args.precision == "bfloat16" or WORLD_SIZE > 1:
+        mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
         frozen = set()
         if WORLD_SIZE == 1:  # frozen weights have their final precision, so copies would only take memory
             frozen = {weight for weight in policy.parameters() if not weight.requires_grad}
         for block in blocks:
-            fully_shard(block, mp_policy=mp_policy, ignored_params=frozen)
+            fully_shard(block, mesh=mesh, mp_policy=mp_policy, ignored_params=frozen)
         # all else, such as the head; by default, a root would keep its weights gathered after a forward
-        fully_shard(policy, reshard_after_forward=True, ignored_params=frozen)
+        fully_shard(policy, mesh=mesh, reshard_after_forward=True, ignored_params=frozen)
     return policy.to(device)
 
 
@@ -1018,7 +1101,7 @@ def find_blocks(model):
 
 def use_bfloat16(blocks):
     """Let the blocks compute in bfloat16, from float32 weights that small steps can still move."""
-    torch.set_float32_matmul_precision("medium")  # the LM head: TF32 on GPUs, bfloat16 on CPUs
+    torch.set_float32_matmul_precision("medium")  # for heads, and all else here: TF32 on GPUs, bfloat16 on CPUs
     torch.manual_seed(0)  # the same noise on every rank
     for block in blocks:
         block.forward = partial(in_bfloat16, block.forward)
@@ -1031,7 +1114,7 @@ def use_bfloat16(blocks):
 def in_bfloat16(forward, *args, **kwargs):
     """Call a block in bfloat16 on inputs that are float32 outside of it, and return float32."""
     for name, value in kwargs.items():
-        if name != "attention_mask":  # its lowest number would become -inf
+        if name != "attention_mask":  # its lowest float32 would become -inf, and a row of -inf gives nan
             kwargs[name] = cast(value, torch.bfloat16)
     return cast(forward(*cast(args, torch.bfloat16), **kwargs), torch.float32)
 
@@ -1048,17 +1131,17 @@ def cast(value, dtype):
 def add_rounding_noise(rounded):
     """Return bfloat16 numbers as float32, with noise in the lower 16 bits that rounding to bfloat16 takes away again.
 
-    All of 0.9981 to 1.0038 rounds to 1, so a step of 0.0001 would change no weight that starts at exactly 1. Of weights
-    that start at random places in this range, a step takes some over its edge, in proportion to the step's size. Most
-    checkpoints hold bfloat16 numbers, so their weights have no lower bits of their own.
+    All of 0.9981 to 1.0038 rounds to 1, so a step of 0.0001 would change no bfloat16 copy of a weight that starts at
+    exactly 1. Of weights that start at random places in this range, a step takes some over its edge, in proportion to
+    the step's size. Most checkpoints hold bfloat16 numbers, which have no lower bits; those of float32 lose theirs.
     """
-    # The last bit that bfloat16 keeps is 2**16 here, and the noise is less than half of it, also at powers of two.
+    # As an int32, the last bit that bfloat16 keeps is 2**16. The noise is less than half of it, also at powers of two.
     noise = torch.randint(-32767, 32768, rounded.shape, dtype=torch.int32) * (rounded != 0)
     return (rounded.float().view(torch.int32) + noise).view(torch.float32)
 
 
 class InForward(nn.Module):
-    """A model whose forward is a function of it, because FSDP gathers weights (those of heads) only for a forward."""
+    """A model whose forward is a function of it, because FSDP gathers the weights of a head only in a forward."""
 
     def __init__(self, model, function):
         super().__init__()
@@ -1075,7 +1158,7 @@ def sequence_scores(model, prompt_ids, prompt_mask, completion_ids, completion_m
     hidden = hidden_states(model, prompt_ids, prompt_mask, completion_ids, completion_mask)  # (B, W, D)
     lengths = prompt_mask.sum(1) + completion_mask.sum(1)  # (B,)
     rows = torch.arange(len(hidden), device=hidden.device)
-    return model.score(hidden[rows, lengths - 1]).squeeze(1)
+    return model.score(hidden[rows, lengths - 1]).squeeze(1)  # hidden_states has moved all padding to the end
 
 
 def hidden_states(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
@@ -1087,14 +1170,14 @@ def hidden_states(model, prompt_ids, prompt_mask, completion_ids, completion_mas
     return model.base_model(input_ids=ids, use_cache=False).last_hidden_state
 
 
-def add_adapters(model, rank):
+def add_adapters(model, lora_rank):
     """Freeze a model and give each linear layer of its blocks a LoRA adapter (arXiv 2106.09685)."""
     model.requires_grad_(False)
     torch.manual_seed(0)  # the same adapters on every rank
     for block in find_blocks(model):
         for name, layer in list(block.named_modules()):
             if type(layer).__name__ in LINEAR_LAYERS:
-                block.set_submodule(name, LoraLinear(layer, rank))
+                block.set_submodule(name, LoraLinear(layer, lora_rank))
     if not any(isinstance(module, LoraLinear) for module in model.modules()):
         raise SystemExit(f"--lora-rank: the blocks of {type(model).__name__} have none of the layers {LINEAR_LAYERS}")
 
@@ -1102,19 +1185,19 @@ def add_adapters(model, rank):
 class LoraLinear(nn.Module):
     """A frozen linear layer, whose weights keep their names, and its adapter."""
 
-    alpha = LORA_ALPHA  # of all adapters; without_adapters sets it to 0
+    alpha = LORA_ALPHA  # of all adapters; without_adapters sets it to 0 for a while, so that they add nothing
 
-    def __init__(self, layer, rank):
+    def __init__(self, layer, lora_rank):
         super().__init__()
         self.weight, self.bias = layer.weight, layer.bias
-        self.lora_a = nn.Linear(layer.in_features, rank, bias=False)
-        self.lora_b = nn.Linear(rank, layer.out_features, bias=False)
+        self.lora_a = nn.Linear(layer.in_features, lora_rank, bias=False)
+        self.lora_b = nn.Linear(lora_rank, layer.out_features, bias=False)
         nn.init.zeros_(self.lora_b.weight)  # the model starts unchanged
 
     def forward(self, inputs):
         rows = inputs.flatten(0, -2)  # (N, D)
         adapted = self.lora_b(self.lora_a(rows)) * (LoraLinear.alpha / self.lora_a.out_features)
-        # addmm adds the adapter's output to the layer's before that is rounded. bfloat16 has 1, 1.008, 1.016:
+        # addmm adds the adapter's output before the product is rounded (a bias comes later). bfloat16 has 1 and 1.008:
         # 1.002 + 0.003 is 1.008 if it is rounded once, but 1.002 alone is rounded to 1, and 1 + 0.003 to 1 again.
         output = torch.addmm(adapted, rows, self.weight.T)
         if self.bias is not None:
@@ -1122,54 +1205,33 @@ class LoraLinear(nn.Module):
         return output.unflatten(0, inputs.shape[:-1])
 
 
-class ActorCritic(nn.Module):
-    """Policy and value model: saved together, but sharded apart, because a rollout needs only the policy."""
-
-    def __init__(self, model, value_model):
-        super().__init__()
-        self.actor = InForward(model, token_logprobs)
-        self.critic = InForward(value_model, token_values)
-        # Mean and standard deviation of the reward model's scores of samples of the initial model (measure_scores).
-        self.register_buffer("score_mean", torch.tensor(0.0, dtype=torch.float64))
-        self.register_buffer("score_std", torch.tensor(1.0, dtype=torch.float64))
-
-    @property
-    def model(self):
-        return self.actor.model
-
-    def normalise(self, scores):
-        return (scores - self.score_mean) / self.score_std
-
-    def values(self, batch):
-        """Return values (B, T), 0 where masked; normalised like scores, because V starts as the reward model."""
-        return self.normalise(self.critic(batch)) * batch["completion_mask"]
-
-
 def token_logprobs(model, prompt_ids, prompt_mask, completion_ids, completion_mask, temperature):
     """Return the log-probabilities of completion tokens, and entropies (without gradient).
 
-    prompts (B, P), completions (B, T) -> logprobs, entropies (B, T) in nats, 0 where masked.
+    prompts (B, P), completions (B, T) -> logprobs, entropies (B, T) in nats, 0 outside the mask.
     """
     completion_mask = completion_mask.bool()
     ids = torch.cat([prompt_ids, completion_ids], 1)  # (B, P + T)
     mask = torch.cat([prompt_mask.bool(), completion_mask], 1)
-    sampled = torch.cat([torch.zeros_like(prompt_ids, dtype=torch.bool), completion_mask], 1)
+    targets = torch.cat([torch.zeros_like(prompt_ids, dtype=torch.bool), completion_mask], 1)  # which tokens these are
     # With all padding moved to the right, a causal model needs neither mask nor position ids.
     ids = pad_sequence([row[kept] for row, kept in zip(ids, mask)], batch_first=True)  # (B, W)
-    sampled = pad_sequence([row[kept] for row, kept in zip(sampled, mask)], batch_first=True)
+    targets = pad_sequence([row[kept] for row, kept in zip(targets, mask)], batch_first=True)
     hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state  # (B, W, D)
-    # Each token is predicted at the place before its own. Both masks list the tokens row by row.
-    hidden = hidden[:, :-1][sampled[:, 1:]]  # (N, D)
-    found = head_logprobs(model, hidden, completion_ids[completion_mask], temperature)  # (N,) each
-    logprobs = found[0].new_zeros(completion_mask.shape)
+    # Each token is predicted at the place before its own. Both masks give the N tokens in the same order, row by row.
+    hidden = hidden[:, :-1][targets[:, 1:]]  # (N, D)
+    flat_logprobs, flat_entropies = head_logprobs(model, hidden, completion_ids[completion_mask], temperature)  # (N,)
+    logprobs = flat_logprobs.new_zeros(completion_mask.shape)  # (B, T)
     entropies = torch.zeros_like(logprobs)
-    logprobs[completion_mask], entropies[completion_mask] = found
+    logprobs[completion_mask] = flat_logprobs
+    entropies[completion_mask] = flat_entropies
     return logprobs, entropies
 
 
 def head_logprobs(model, hidden, targets, temperature):
     """Return log-probabilities of targets (N,), and entropies, under softmax(head(hidden) / temperature)."""
     head = model.get_output_embeddings()
+    # What some families do to logits. If another is missing here, check_sampler ends the run after a step.
     config = model.config.get_text_config().to_dict()
     scale = config.get("logit_scale") or 1  # Cohere's
     scale = config.get("lm_head_multiplier", scale)  # Falcon-H1's
@@ -1189,7 +1251,7 @@ def head_logprobs(model, hidden, targets, temperature):
             entropies = -(logprobs.exp() * logprobs).sum(-1)
         return logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), entropies
 
-    # All logits (N, V) might not fit: compute chunks of 2**25 numbers, and compute them again in the backward pass.
+    # All logits (N, V) might not fit: compute chunks of 2**25 numbers (128 MiB), and again in the backward pass.
     size = 2**25 // head.weight.shape[0]
     if len(hidden) <= size:
         return chunk_logprobs(hidden, targets)
@@ -1199,31 +1261,36 @@ def head_logprobs(model, hidden, targets, temperature):
     return torch.cat(logprobs), torch.cat(entropies)
 
 
-def token_values(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
-    """Return the value before each completion token (B, T): the scalar head at the place before its own."""
-    hidden = hidden_states(model, prompt_ids, prompt_mask, completion_ids, completion_mask)  # (B, W, D)
-    before = prompt_mask.sum(1, keepdim=True) + completion_mask.cumsum(1) - 2  # (B, T)
-    rows = torch.arange(len(hidden), device=hidden.device).unsqueeze(1)  # (B, 1)
-    return model.score(hidden[rows, before]).squeeze(2)
-
-
 def without_adapters(policy, batch, temperature):
     """Compute log-probabilities as the model did before it had adapters."""
     LoraLinear.alpha = 0
-    found = policy(batch, temperature)
-    LoraLinear.alpha = LORA_ALPHA
-    return found
+    try:
+        return policy(batch, temperature)
+    finally:
+        LoraLinear.alpha = LORA_ALPHA
 
 
-def show_first_prompt(prompt, model, tokenizer):
-    """Print a prompt as the model reads it, its answer, and what ends a completion."""
+def show_first_row(row, model, tokenizer):
+    """Print a row's prompt as the model reads it, its answer, and what ends a completion."""
     if RANK == 0:
-        print(f"the first prompt: {tokenizer.decode(prompt['prompt_ids'])!r}")
-        print(f"its answer: {prompt['answer']!r}")
-        if prompt["answer"] is not None:
-            print(f"a right completion must give: {parse_gold(prompt['answer'])}")
+        print(f"the first prompt: {tokenizer.decode(row['prompt_ids'])!r}")
+        print(f"its answer: {row['answer']!r}")
+        if row["answer"] is not None:
+            print(f"a correct completion must give: {parse_gold(row['answer'])}")
         stop_tokens = tokenizer.convert_ids_to_tokens(model.generation_config.eos_token_id)
         print(f"tokens that end a completion: {stop_tokens}")
+
+
+def init_moments(optimizer):
+    """Make AdamW's state, all 0, as its first step would; a save before that step would count as one."""
+    for group in optimizer.param_groups:
+        for weight in group["params"]:
+            if weight.requires_grad:
+                optimizer.state[weight] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=weight.device),
+                    "exp_avg": torch.zeros_like(weight),
+                    "exp_avg_sq": torch.zeros_like(weight),
+                }
 
 
 def open_run(args, policy, optimizer):
@@ -1231,12 +1298,12 @@ def open_run(args, policy, optimizer):
     last_step = 0
     if args.resume:
         args.run_dir = args.run_dir or args.resume
-        if RANK == 0 and args.run_dir != args.resume:  # a branch, which leaves the run to resume alone
-            shutil.copytree(args.resume, args.run_dir)
+        if RANK == 0 and args.run_dir != args.resume:  # a copy goes on, and the old run stays as it is
+            shutil.copytree(args.resume, args.run_dir, symlinks=True, ignore=shutil.ignore_patterns("wandb*"))
         dist.barrier()
         last_step = load_state(Path(args.run_dir), policy, optimizer)
     elif not args.run_dir:
-        started = int(all_reduce(time.time(), dist.ReduceOp.MAX))  # the same on all ranks
+        started = int(1e6 * all_reduce(time.time(), dist.ReduceOp.MAX))  # in microseconds, the same on all ranks
         args.run_dir = f"runs/{Path(sys.argv[0]).stem}__{args.seed}__{started}"
     if RANK == 0:
         kind = type(policy.model).__name__
@@ -1244,8 +1311,9 @@ def open_run(args, policy, optimizer):
         Path(args.run_dir).mkdir(parents=True, exist_ok=bool(args.resume))
         settings = {"script": Path(sys.argv[0]).name} | vars(args)
         Path(args.run_dir, "args.json").write_text(json.dumps(settings, indent=2))
+        Path(args.run_dir, "metrics.jsonl").touch()
         if args.track:
-            wandb.init(name=args.run_dir, dir=args.run_dir, config=vars(args))
+            track_run(args)
     return last_step
 
 
@@ -1256,16 +1324,15 @@ def load_state(run_dir, policy, optimizer):
         raise SystemExit(f"--resume {run_dir}: this run has no saved state; start it again without --resume")
     # dcp.load fills tensors in place, so it is given the present state.
     model, moments = dcp_state.get_state_dict(policy, optimizer)
-    dcp.load({"model": model}, checkpoint_id=folders[-1])
-    # Weights that never had a gradient, such as an unused expert's, have no moments: allow that they are missing.
-    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
-    dcp.load({"optimizer": moments}, checkpoint_id=folders[-1], planner=planner)
+    dcp.load({"model": model, "optimizer": moments}, checkpoint_id=folders[-1])
     dcp_state.set_state_dict(policy, optimizer, model_state_dict=model, optim_state_dict=moments)
     step = int(folders[-1].name)
     if RANK == 0:
-        for log in [*run_dir.glob("metrics.jsonl"), *run_dir.glob("*samples.jsonl")]:
-            lines = [line for line in log.read_text().splitlines(True) if line.endswith("\n")]  # whole ones
-            log.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
+        for name in ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl"):
+            log = run_dir / name
+            if log.exists():
+                lines = [line for line in log.read_text().splitlines(True) if line.endswith("\n")]  # whole ones
+                log.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
     return step
 
 
@@ -1276,14 +1343,15 @@ def all_reduce(values, op=dist.ReduceOp.SUM):
     return values.tolist()
 
 
-def measure_scores(policy, reward_model, tokenizer, prompts, args):
-    """Set mean and standard deviation of scores to those of samples of the initial model."""
-    torch.manual_seed(mix_seed(args.seed, RANK))
-    picked = pick_rows(prompts, 0, NORM_SAMPLES, args.seed)[RANK::WORLD_SIZE]
-    batch, _ = sample_completions(policy.actor, tokenizer, picked, args.temperature, args)
-    mean, variance = mean_and_variance(compute_scores(reward_model, batch, args))
-    policy.score_mean.fill_(mean)
-    policy.score_std.fill_(max(math.sqrt(variance), 1e-6))
+def track_run(args):
+    """Start a run of Weights & Biases, or continue that of the run to resume."""
+    import wandb  # which takes its time
+
+    file = Path(args.run_dir, "wandb_id")
+    if not file.exists():
+        file.write_text(os.urandom(8).hex())
+    run_id = file.read_text()
+    wandb.init(id=run_id, resume="allow", name=args.run_dir, dir=args.run_dir, config=vars(args), allow_val_change=True)
 
 
 def mix_seed(*numbers):
@@ -1295,7 +1363,7 @@ def mix_seed(*numbers):
 
 
 def pick_rows(rows, start, count, seed):
-    """Pick count rows from place start on of an endless order: all rows shuffled, all shuffled anew, and so on."""
+    """Return rows start to start + count of an endless series: all rows shuffled, all shuffled anew, and so on."""
     picked = []
     while len(picked) < count:
         epoch, first = divmod(start + len(picked), len(rows))
@@ -1305,41 +1373,41 @@ def pick_rows(rows, start, count, seed):
     return picked[:count]
 
 
-def sample_completions(policy, tokenizer, prompts, temperature, args):
-    """Sample one completion per prompt; return tensors (B, ...) and texts. Adjacent equal prompts share a prefill."""
+def sample_completions(policy, tokenizer, rows, temperature, args):
+    """Sample one completion per row; return tensors (B, ...) and texts. Adjacent equal prompts share a prefill."""
     stop_ids = policy.model.generation_config.eos_token_id
-    prompt_ids, prompt_mask = pad_left(prompts, policy.model.device)  # (B, P)
-    size = args.rollout_batch_size or len(prompts)
+    device = policy.model.device
+    prompt_ids, prompt_mask = pad_left(rows, device)  # (B, P)
+    size = args.rollout_batch_size or len(rows)
     parts = []
     with gathered(policy) as model:
         for ids, mask in zip(prompt_ids.split(size), prompt_mask.split(size)):
             parts.append(generate(model, ids, mask, args.max_completion_length, temperature, stop_ids))
     completion_ids, completion_mask, sampler_logprobs = [torch.cat(values) for values in zip(*parts)]  # (B, T)
-    # Some chat templates open a thought at the end of all prompts; it belongs to the completions.
-    opening = ""
-    if tokenizer.decode(prompts[0]["prompt_ids"]).rstrip().endswith("<think>"):
-        opening = "<think>"
     texts, truncated = [], []
-    for ids, mask in zip(completion_ids, completion_mask.bool()):
+    for row, ids, mask in zip(rows, completion_ids, completion_mask.bool()):
         ids = ids[mask].tolist()
         truncated.append(ids[-1] not in stop_ids)
-        texts.append(opening + tokenizer.decode([token for token in ids if token not in stop_ids]))
+        text = tokenizer.decode([token for token in ids if token not in stop_ids])
+        if tokenizer.decode(row["prompt_ids"]).rstrip().endswith("<think>"):  # the template has opened a thought
+            text = "<think>" + text
+        texts.append(text)
     batch = {
-        "indices": torch.arange(len(prompts), device=model.device),
+        "indices": torch.arange(len(rows), device=device),
         "prompt_ids": prompt_ids,
         "prompt_mask": prompt_mask,
         "completion_ids": completion_ids,
         "completion_mask": completion_mask,
         "sampler_logprobs": sampler_logprobs,
-        "truncated": torch.tensor(truncated, device=model.device),
+        "truncated": torch.tensor(truncated, device=device),
     }
     return batch, texts
 
 
-def pad_left(prompts, device):
-    """Pad the ids of prompts on the left; return ids and mask (B, P)."""
-    rows = [torch.tensor(prompt["prompt_ids"]) for prompt in prompts]
-    padded = pad_sequence(rows, batch_first=True, padding_value=-1, padding_side="left").to(device)
+def pad_left(rows, device):
+    """Pad the prompts of rows on the left; return ids and mask (B, P)."""
+    prompts = [torch.tensor(row["prompt_ids"]) for row in rows]
+    padded = pad_sequence(prompts, batch_first=True, padding_value=-1, padding_side="left").to(device)
     mask = (padded >= 0).long()
     return padded * mask, mask
 
@@ -1351,13 +1419,15 @@ def gathered(policy):
     hooks = []
     for module in shards:
         module.unshard()
-        # These hooks are FSDP's. They would drop the weights after every token, and gather them again.
+        # These hooks (of torch 2.13) are FSDP's. They take a third of a token's time, also if nothing is resharded.
         hooks.append((module._forward_pre_hooks, module._forward_hooks))
         module._forward_pre_hooks, module._forward_hooks = {}, {}
-    yield policy.model
-    for module, before in zip(shards, hooks):
-        module._forward_pre_hooks, module._forward_hooks = before
-        module.reshard()
+    try:
+        yield policy.model
+    finally:
+        for module, before in zip(shards, hooks):
+            module._forward_pre_hooks, module._forward_hooks = before
+            module.reshard()
 
 
 @torch.no_grad()
@@ -1369,12 +1439,12 @@ def generate(model, prompt_ids, prompt_mask, max_completion_length, temperature,
     stop_ids = torch.tensor(list(stop_ids), device=prompt_ids.device)
     completion_ids = prompt_ids.new_zeros(len(prompt_ids), max_completion_length)
     completion_mask = torch.zeros_like(completion_ids)
-    sampler_logprobs = completion_mask.float()
-    active = torch.arange(len(prompt_ids), device=prompt_ids.device)  # completions that are not finished
+    sampler_logprobs = torch.zeros(completion_mask.shape, device=prompt_ids.device)
+    active = torch.arange(len(prompt_ids), device=prompt_ids.device)  # the A completions that are not finished
 
     # Read adjacent copies of a prompt once. The mask is compared, too, because a prompt may contain the padding id 0.
     prompts = torch.cat([prompt_ids, prompt_mask], 1)  # (B, 2P)
-    prompts, copies = prompts.unique_consecutive(dim=0, return_inverse=True)  # (U, 2P); copies (B,) has rows of it
+    prompts, copies = prompts.unique_consecutive(dim=0, return_inverse=True)  # (U, 2P); copies (B,): where each is
     ids, mask = prompts.chunk(2, dim=1)
     output = model(
         input_ids=ids,
@@ -1400,7 +1470,7 @@ def generate(model, prompt_ids, prompt_mask, max_completion_length, temperature,
         if len(going) < len(active):  # finished completions leave the batch
             active, tokens, mask = active[going], tokens[going], mask[going]
             cache.reorder_cache(going)
-        mask = nn.functional.pad(mask, (0, 1), value=1)  # (B, P + t + 1)
+        mask = nn.functional.pad(mask, (0, 1), value=1)  # (A, P + t + 1)
         output = model(
             input_ids=tokens.unsqueeze(1),
             attention_mask=mask,
@@ -1408,20 +1478,20 @@ def generate(model, prompt_ids, prompt_mask, max_completion_length, temperature,
             past_key_values=cache,
             use_cache=True,
         )
-        logits = output.logits[:, -1]
+        logits = output.logits[:, -1]  # (A, V)
     return completion_ids, completion_mask, sampler_logprobs
 
 
 def sample_tokens(logits, temperature):
-    """Sample ids (B,) from softmax(logits / temperature), greedily at 0; return them and their log-probabilities."""
+    """Sample ids (A,) from softmax(logits / temperature), greedily at 0; return them and their log-probabilities."""
     if temperature == 0:
         return logits.argmax(-1), torch.zeros_like(logits[:, 0])
-    probabilities = (logits.float() / temperature).softmax(-1)  # (B, V)
-    # On a CPU this is 4 to 10 times faster than torch.multinomial. In float32 the sum would round away rare tokens.
-    # A draw on the edge between two tokens belongs to the right one, so that a probability of 0 is never drawn.
+    probabilities = (logits.float() / temperature).softmax(-1)  # (A, V)
+    # Invert the cumulative distribution. On a CPU this is 4 to 10 times faster than torch.multinomial. In float32 the
+    # sum would round away rare tokens. A draw on the edge of two tokens gives the second: never a probability of 0.
     cdf = probabilities.cumsum(-1, dtype=torch.float64)
     draws = torch.rand(len(cdf), 1, dtype=cdf.dtype, device=cdf.device) * cdf[:, -1:]
-    tokens = torch.searchsorted(cdf, draws, right=True).clamp(max=cdf.shape[1] - 1)  # (B, 1)
+    tokens = torch.searchsorted(cdf, draws, right=True).clamp(max=cdf.shape[1] - 1)  # (A, 1)
     return tokens.squeeze(1), probabilities.gather(1, tokens).squeeze(1).log()
 
 
@@ -1438,12 +1508,12 @@ def compute_scores(reward_model, batch, args):
     """Return the reward model's scores (B,) of all completions."""
     scores = torch.zeros_like(batch["sampler_logprobs"][:, 0])
     for part in microbatches(batch, batch["indices"], args.microbatch_tokens):
-        scores[part["indices"]] += reward_model(part) * part["completion_mask"].any(1)  # a filler adds 0
+        scores[part["indices"]] += reward_model(part) * part["completion_mask"].any(1)  # 0 for a filler
     return scores
 
 
 def microbatches(batch, indices, max_tokens):
-    """Split completions, longest first, into parts of up to max_tokens including padding, or of a single one."""
+    """Split completions, longest first, into parts of at most max_tokens with padding, but at least one completion."""
     lengths = batch["prompt_mask"].sum(1) + batch["completion_mask"].sum(1)  # (B,)
     order = lengths[indices].argsort(descending=True, stable=True)
     rest = indices[order]
@@ -1462,18 +1532,26 @@ def microbatches(batch, indices, max_tokens):
 
 
 def catch_signals():
-    """Return a list to which Ctrl-C and SIGTERM append; the second of a kind stops the run at once."""
-    received = []
+    """Return a list to which Ctrl-C and SIGTERM append; a second Ctrl-C stops the run at once."""
+    signals = []
 
     def request_stop(signum, _frame):
-        received.append(signum)
-        signal.signal(signum, signal.default_int_handler)  # KeyboardInterrupt
+        signals.append(signum)
+        if signum == signal.SIGINT:  # SIGTERM may come twice, from a scheduler and from torchrun
+            signal.signal(signum, signal.default_int_handler)  # KeyboardInterrupt
         # Unlike print, os.write is safe in a signal handler.
-        os.write(2, b"\nsaving and stopping after this step; press Ctrl-C again to stop at once\n")
+        os.write(2, b"\nsaving and stopping soon; press Ctrl-C again to stop at once\n")
+
+    def reset_child():
+        # multiprocessing ends a reward's processes with SIGTERM. Ctrl-C must leave them alone: a pool whose processes
+        # end by it would be waited for without end. Programs that they start get the default handlers.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, lambda *_: None)
 
     signal.signal(signal.SIGINT, request_stop)
     signal.signal(signal.SIGTERM, request_stop)
-    return received
+    os.register_at_fork(after_in_child=reset_child)
+    return signals
 
 
 def log_step(args, step, metrics):
@@ -1482,10 +1560,12 @@ def log_step(args, step, metrics):
     if RANK > 0:
         return
     if args.track:
+        import wandb
+
         wandb.log({"step": step} | metrics)
-    found = [f"{name.removeprefix('eval/')} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/")]
-    if found:
-        tqdm.write(f"evaluation after step {step}: {', '.join(found)}")
+    shown = [f"{name.removeprefix('eval/')} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/")]
+    if shown:
+        tqdm.write(f"evaluation after step {step}: {', '.join(shown)}")
 
 
 def append_line(args, name, step, values):
@@ -1495,26 +1575,56 @@ def append_line(args, name, step, values):
             file.write(json.dumps({"step": step} | values) + "\n")
 
 
-def evaluate(policy, reward_model, tokenizer, prompts, args, step):
+def evaluate(agent, reward_model, tokenizer, rows, args, step):
     """Return the mean score of greedy completions and, with answers, accuracy and pass@k; log rank 0's samples."""
     torch.manual_seed(mix_seed(args.seed))  # the same draws in each evaluation, so that they compare
-    prompts = prompts[RANK::WORLD_SIZE] or prompts[:1]  # every rank must take part, so one prompt may count twice
-    batch, texts = sample_completions(policy.actor, tokenizer, prompts, 0.0, args)
-    batch |= score_rollout(policy, reward_model, batch, texts, prompts, args)
-    metrics = {"eval/score": (batch["scores"].sum(), len(prompts))}
+    rows = rows[RANK::WORLD_SIZE] or rows[:1]  # every rank must take part, so one row may count twice
+    batch, texts = sample_completions(agent.actor, tokenizer, rows, 0.0, args)
+    batch |= score_rollout(agent, reward_model, batch, texts, rows, args)
+    metrics = {"eval/score": (batch["scores"].sum(), len(rows))}
     if "rule_rewards" in batch:
-        metrics["eval/reward"] = (batch["rule_rewards"].sum(), len(prompts))
-    for prompt, text, score in zip(prompts, texts, batch["scores"].tolist()):
-        sample = {"prompt": prompt["prompt"], "answer": prompt["answer"], "completion": text, "score": score}
+        metrics["eval/reward"] = (batch["rule_rewards"].sum(), len(rows))
+    for row, text, score in zip(rows, texts, batch["scores"].tolist()):
+        sample = {"prompt": row["prompt"], "answer": row["answer"], "completion": text, "score": score}
         append_line(args, "eval_samples.jsonl", step, sample)
-    if prompts[0]["answer"] is not None:
-        metrics["eval/accuracy"] = (are_right(texts, prompts).sum(), len(prompts))
-        repeated = [prompt for prompt in prompts for _ in range(EVAL_SAMPLES)]
-        _, texts = sample_completions(policy.actor, tokenizer, repeated, args.temperature, args)
-        right = are_right(texts, repeated)
-        metrics["eval/pass@1"] = (right.sum(), len(repeated))
-        metrics[f"eval/pass@{EVAL_SAMPLES}"] = (right.view(-1, EVAL_SAMPLES).any(1).sum(), len(prompts))
+    if rows[0]["answer"] is not None:
+        metrics["eval/accuracy"] = (are_correct(texts, rows).sum(), len(rows))
+        repeated = [row for row in rows for _ in range(EVAL_SAMPLES)]
+        _, texts = sample_completions(agent.actor, tokenizer, repeated, args.temperature, args)
+        correct = are_correct(texts, repeated)
+        metrics["eval/pass@1"] = (correct.sum(), len(repeated))
+        metrics[f"eval/pass@{EVAL_SAMPLES}"] = (correct.view(-1, EVAL_SAMPLES).any(1).sum(), len(rows))
     return mean_metrics([metrics])
+
+
+def score_completions(completions, rows):
+    """Return one reward per completion; each row has the prompt, the answer and the dataset's other columns.
+
+    Edit this function for rewards that need the prompt or many completions at once, such as a judge or a test runner.
+    """
+    return [reward_fn(completion, row["answer"]) for completion, row in zip(completions, rows)]
+
+
+def reward_fn(completion, answer):
+    """Return the reward of one completion. An answer is a text, "148" for a number, or None without such a column."""
+    return float(is_correct(completion, answer))
+
+
+# The next three functions are the rule reward. It is logged beside the reward model's score if the rows have answers.
+# With --reward-model none, training uses it in place of the score. Edit any of them.
+
+
+def is_correct(completion, answer):
+    """Return whether the final answer of a completion equals a row's answer."""
+    if answer is None:
+        raise ValueError("no column answer, solution or ground_truth: rename a column, or write a reward of your own")
+    extracted = parse_answer(extract_answer(completion) or "")
+    return extracted != "" and extracted == parse_gold(answer)
+
+
+def stop_requested(signals):
+    """Return whether a signal has come to any rank."""
+    return all_reduce(len(signals), dist.ReduceOp.MAX) > 0
 
 
 def check_rewards(rewards, texts):
@@ -1527,43 +1637,77 @@ def check_rewards(rewards, texts):
     return [float(reward) for reward in rewards]
 
 
-def are_right(texts, prompts):
-    """Return which completions are right, (B,)."""
-    return torch.tensor([is_right(text, prompt["answer"]) for text, prompt in zip(texts, prompts)])
+def are_correct(texts, rows):
+    """Return which completions are correct, (B,)."""
+    return torch.tensor([is_correct(text, row["answer"]) for text, row in zip(texts, rows)])
 
 
 def mean_metrics(collected):
     """Add each metric's (sum, count) over microbatches and ranks, and divide; skip those with count 0."""
     totals = {}
     for metrics in collected:
-        for name, pair in metrics.items():
-            totals[name] = totals.get(name, 0) + torch.tensor(pair, dtype=torch.float64)
-    pairs = all_reduce([pair.tolist() for pair in totals.values()])
-    return {name: total / count for name, (total, count) in zip(totals, pairs) if count > 0}
+        for name, sum_and_count in metrics.items():
+            totals[name] = totals.get(name, 0) + torch.tensor(sum_and_count, dtype=torch.float64)
+    sums = all_reduce([total.tolist() for total in totals.values()])
+    return {name: total / count for name, (total, count) in zip(totals, sums) if count > 0}
 
 
 @torch.no_grad()
 def compute_logprobs(policy, batch, minibatches, args):
     """Return log-probabilities (B, T) of the completions in these minibatches, and 0 for all others.
 
-    The microbatches are those of the first epoch's updates, because bfloat16 results depend on them.
+    The microbatches are those of the first epoch's updates: bfloat16 results depend on them, and the first ratio is 1.
     """
     logprobs = torch.zeros_like(batch["sampler_logprobs"])
     for indices in minibatches:
         for part in microbatches(batch, indices, args.microbatch_tokens):
-            found, _ = policy(part, args.temperature)
-            logprobs[part["indices"]] += found  # a filler of microbatches repeats completion 0, with zeros
+            part_logprobs, _ = policy(part, args.temperature)
+            logprobs[part["indices"]] += part_logprobs  # not =, because a filler has index 0, too, and only zeros
     return logprobs
 
 
 @torch.no_grad()
-def compute_values(policy, batch, minibatches, args):
+def compute_values(agent, batch, minibatches, args):
     """Return values (B, T), in the microbatches of compute_logprobs."""
     values = torch.zeros_like(batch["sampler_logprobs"])
     for indices in minibatches:
         for part in microbatches(batch, indices, args.microbatch_tokens):
-            values[part["indices"]] += policy.values(part)  # a filler adds 0
+            values[part["indices"]] += agent.values(part)  # 0 for a filler
     return values
+
+
+def save(run_dir, policy, optimizer, tokenizer, step):
+    """Write checkpoint/, a Hugging Face model, and then state/STEP, which --resume loads, unless it is there."""
+    run_dir = Path(run_dir)
+    state = run_dir / f"state/{step:08d}"
+    if all_reduce(state.exists(), dist.ReduceOp.MAX):
+        return
+    options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = dcp_state.get_model_state_dict(policy.model, options=options)  # only on rank 0
+    if RANK == 0:
+        merge_adapters(weights)
+        tied = policy.model.all_tied_weights_keys  # second names of weights, such as a head that is the embedding
+        weights = {name: weight.float() for name, weight in weights.items() if name not in tied}
+        policy.model.save_pretrained(run_dir / "checkpoint.new", state_dict=weights)
+        tokenizer.save_pretrained(run_dir / "checkpoint.new")
+        shutil.rmtree(run_dir / "checkpoint", ignore_errors=True)
+        (run_dir / "checkpoint.new").rename(run_dir / "checkpoint")
+    model, moments = dcp_state.get_state_dict(policy, optimizer)
+    dcp.save({"model": model, "optimizer": moments}, checkpoint_id=run_dir / "state/unfinished")
+    if RANK == 0:
+        # The last thing to do, so that a killed save does not count.
+        (run_dir / "state/unfinished").rename(state)
+        for older in sorted(run_dir.glob("state/0*"))[:-1]:
+            shutil.rmtree(older, ignore_errors=True)
+
+
+def merge_adapters(weights):
+    """Add the adapters among these weights to the weights of their layers."""
+    for name in list(weights):
+        if name.endswith("lora_a.weight"):
+            layer = name.removesuffix("lora_a.weight")
+            a, b = weights.pop(name), weights.pop(layer + "lora_b.weight")
+            weights[layer + "weight"] = weights[layer + "weight"] + b @ a * (LORA_ALPHA / len(a))
 
 
 def pad(rows, device):
@@ -1582,28 +1726,12 @@ def step_optimizer(policy, optimizer, learning_rate, max_grad_norm):
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     if not math.isfinite(grad_norm):
-        tqdm.write(f"skipped an optimizer step, because the gradient norm was {grad_norm}")
+        if RANK == 0:
+            tqdm.write(f"skipped an optimizer step, because the gradient norm was {grad_norm}")
     elif grad_norm > 0:  # without a gradient AdamW would continue in its last direction
         optimizer.step()
     optimizer.zero_grad()
     return grad_norm
-
-
-def rollout_metrics(batch):
-    """Return metrics of a rollout as pairs (sum, count)."""
-    mask = batch["completion_mask"]
-    metrics = {
-        "score/mean": (batch["scores"].sum(), len(mask)),
-        "rollout/length_mean": (mask.sum(), len(mask)),
-        "rollout/truncated": (batch["truncated"].sum(), len(mask)),
-        "value/explained_variance": (explained_variance(batch["returns"], batch["old_values"], mask), 1),
-    }
-    if "rule_rewards" in batch:
-        metrics["reward/mean"] = (batch["rule_rewards"].sum(), len(mask))
-    if "ref_logprobs" in batch:
-        ref_log_ratio = batch["old_logprobs"] - batch["ref_logprobs"]  # both are 0 where masked
-        metrics["rollout/ref_kl_sum"] = (ref_log_ratio.sum(), len(mask))
-    return metrics
 
 
 def explained_variance(returns, values, mask):
@@ -1620,76 +1748,40 @@ def explained_variance(returns, values, mask):
 def check_sampler(metrics):
     """Exit, without saving, if sampling and training disagree: then the update was wrong."""
     sampler_kl = metrics.get("policy/sampler_kl", 0.0)
-    if not sampler_kl <= 0.5:  # far above rounding, or nan
+    if not sampler_kl <= 0.5:  # or nan; rounding gives less than 0.01
         raise SystemExit(f"sampling and training disagree about log-probabilities (KL {sampler_kl:.2g} per token)")
 
 
-def log_sample(args, step, prompt, text, score):
-    """Log a completion; with the first step and each evaluation, print its end, too."""
-    sample = {"prompt": prompt["prompt"], "answer": prompt["answer"], "completions": [text], "scores": [score]}
+def log_sample(args, step, row, text, score):
+    """Log a completion, as groups of other scripts; with the first step and each evaluation, print its end, too."""
+    sample = {"prompt": row["prompt"], "answer": row["answer"], "completions": [text], "scores": [score]}
     append_line(args, "samples.jsonl", step, sample)
     if RANK == 0 and (step in (1, args.num_steps) or step % args.eval_every == 0):
-        tqdm.write(f"step {step}: prompt {prompt['prompt']!r}, score {score:.2f}, completion {text[-160:]!r}")
+        tqdm.write(f"step {step}: prompt {row['prompt']!r}, score {score:.2f}, completion {text[-160:]!r}")
 
 
-def save(run_dir, policy, optimizer, tokenizer, step):
-    """Write checkpoint/, a Hugging Face model, and then state/STEP, which --resume loads."""
-    run_dir = Path(run_dir)
-    options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = dcp_state.get_model_state_dict(policy.model, options=options)  # only on rank 0
+def end_run(args, signals):
+    """Print what the evaluations improved and how to go on; after a signal, exit with its code."""
     if RANK == 0:
-        merge_adapters(weights)
-        tied = policy.model.all_tied_weights_keys  # names of weights that are other weights, too
-        weights = {name: weight.float() for name, weight in weights.items() if name not in tied}
-        policy.model.save_pretrained(run_dir / "checkpoint.new", state_dict=weights)
-        # Add what transformers 5 no longer writes, such as rope_theta: programs built on transformers 4 need it.
-        config_file = run_dir / "checkpoint.new/config.json"
-        config = policy.model.config_file | json.loads(config_file.read_text())
-        config_file.write_text(json.dumps(config, indent=2))
-        tokenizer.save_pretrained(run_dir / "checkpoint.new")
-        shutil.rmtree(run_dir / "checkpoint", ignore_errors=True)
-        (run_dir / "checkpoint.new").rename(run_dir / "checkpoint")
-    model, moments = dcp_state.get_state_dict(policy, optimizer)
-    dcp.save({"model": model, "optimizer": moments}, checkpoint_id=run_dir / "state/unfinished")
-    if RANK == 0:
-        # The last thing to do, so that a killed save does not count.
-        (run_dir / "state/unfinished").rename(run_dir / f"state/{step:08d}")
-        for older in sorted(run_dir.glob("state/0*"))[:-1]:
-            shutil.rmtree(older)
-
-
-def merge_adapters(weights):
-    """Add the adapters among these weights to the weights of their layers."""
-    for name in list(weights):
-        if name.endswith("lora_a.weight"):
-            layer = name.removesuffix("lora_a.weight")
-            a, b = weights.pop(name), weights.pop(layer + "lora_b.weight")
-            weights[layer + "weight"] = weights[layer + "weight"] + b @ a * (LORA_ALPHA / len(a))
-
-
-def end_run(args, stops):
-    """Print what the evaluations improved and how to continue; after a signal, exit with its code."""
-    if RANK == 0:
-        log = Path(args.run_dir, "metrics.jsonl").read_text().splitlines()
-        evaluations = [row for row in map(json.loads, log) if any(name.startswith("eval/") for name in row)]
+        log = [json.loads(line) for line in Path(args.run_dir, "metrics.jsonl").read_text().splitlines()]
+        evaluations = [metrics for metrics in log if any(name.startswith("eval/") for name in metrics)]
         if len(evaluations) > 1:
-            for name in evaluations[-1]:
+            for name, value in evaluations[-1].items():
                 if name.startswith("eval/"):
-                    before = evaluations[0].get(name, math.nan)
-                    print(f"{name.removeprefix('eval/')} {before:.3f} -> {evaluations[-1][name]:.3f}")
+                    print(f"{name.removeprefix('eval/')} {evaluations[0][name]:.3f} -> {value:.3f}")
         if Path(args.run_dir, "checkpoint").exists():
-            print(f"model: {args.run_dir}/checkpoint; tools/plot.py and tools/look.py show the run")
-            if stops:
-                print(f"to continue: python {sys.argv[0]} --resume {args.run_dir}")
+            command = shlex.join(["python", sys.argv[0], "--resume", args.run_dir])
+            print(f"model: {args.run_dir}/checkpoint")
+            if signals:
+                print(f"to continue: {command}")
             else:
-                print(f"to train for longer: python {sys.argv[0]} --resume {args.run_dir} --num-steps N")
+                print(f"to train for longer: {command} --num-steps N")
     dist.destroy_process_group()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if stops:
-        raise SystemExit(128 + stops[0])
+    if signals:
+        raise SystemExit(128 + signals[0])
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")  # a letter that the terminal lacks must not end a run
     main(parse_args())

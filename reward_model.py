@@ -8,27 +8,32 @@ https://arxiv.org/abs/2203.02155v1, equation 1, with one pair per prompt.
     x, y_w, y_l   prompt, and the completion that was preferred (chosen) and the one that was not (rejected)
     r_θ(x, y)     the score: the scalar head at the last token of the completion, which is always a stop token
 
-That token is found by length, not by its id. The padding token is another one, so that transformers'
-AutoModelForSequenceClassification finds the same token. When it loads a causal language model, transformers reports
-that score.weight is missing: the scalar head is new.
+That token is found by length, not by its id. set_pad_token gives padding an id that ends no completion, so that
+AutoModelForSequenceClassification of transformers finds the same token. For a causal language model, transformers
+reports that score.weight is missing, because the scalar head is new.
 
 Departures from the paper
 - A batch element is one pair; the paper's contains all pairs of the 4 to 9 ranked completions of a prompt.
-- Scores are not shifted to mean 0 afterwards, because the loss sees only differences. ppo_rlhf.py normalises them.
-- The learning rate falls to 0; the paper's falls to a tenth.
-- With bfloat16, the float32 weights start with random low bits. The blocks' rounding hides them at first, but they let
-  small steps change some of the rounded weights (see add_rounding_noise).
+- Scores are not shifted to mean 0 afterwards: the loss leaves their mean free, and ppo_rlhf.py normalises them.
+- The learning rate falls nearly to 0; the paper's, of the same peak, falls to a tenth.
+- AdamW's betas are 0.9 and 0.95, and gradients are clipped to norm 1. The new head is drawn with standard deviation
+  1/sqrt(d + 1) (Huang et al. 2024, arXiv 2403.17031).
+- With bfloat16, the float32 weights start with noise below its resolution, because small steps would be rounded away:
+  ten steps of 1e-6 lower a loss of SmolLM2 from 2.84 to 2.46 with the noise, and to 2.82 without (docs/precision.md).
 
     python reward_model.py
     python reward_model.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset Anthropic/hh-rlhf
 
-The defaults below are for real models. models/tiny/config.json replaces some of them for the first command.
+The first command runs the settings TINY below, the second those of Args.
 """
 
+import argparse
+import glob
 import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -36,7 +41,6 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
-from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -44,23 +48,23 @@ from typing import Literal
 # Idle OpenMP threads spin, which slows a busy machine down; let them sleep. This must be set before torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import pandas
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tyro
-import wandb
-from datasets import load_dataset
+from datasets import Dataset, load_dataset
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedConfig
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 HERE = Path(__file__).parent
-RANK = int(os.environ.get("RANK", 0))  # torchrun sets these two
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+RANK = int(os.environ.get("RANK", 0))  # torchrun sets RANK and WORLD_SIZE
+WORLD_SIZE = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
 
 
 @dataclass
@@ -69,11 +73,12 @@ class Args:
 
     # model and data
     model: str = str(HERE / "models/tiny")
-    """folder or Hugging Face name of a causal language model or a reward model; "task_defaults" in its config.json
-    replaces defaults"""
+    """folder or Hugging Face name of a causal language model or a reward model"""
+    tiny: bool = False
+    """use the settings TINY, those of the bundled model, for a checkpoint of it"""
     dataset: str = str(HERE / "data/preferences")
     """file, folder or Hugging Face NAME[:CONFIG[:SPLIT]] with the columns chosen and rejected, with or without prompt
-    (or question, problem)"""
+    (or question, problem); the columns system and tools are read, too"""
     system_prompt: str = ""
     """system message placed before every prompt that has none"""
     max_prompt_length: int = 512
@@ -118,12 +123,18 @@ class Args:
     """log to Weights & Biases as well (WANDB_MODE=offline works)"""
 
 
+# `python reward_model.py` makes the bundled model a reward model with these settings. --tiny: also a checkpoint of it.
+TINY = {"learning_rate": 8e-4, "warmup_steps": 10, "num_steps": 256}
+TINY |= {"system_prompt": "", "max_prompt_length": 32, "max_completion_length": 48, "eval_prompts": 512}
+TINY |= {"microbatch_tokens": 2048, "eval_every": 64, "save_every": 64, "precision": "float32"}
+
+
 def sequence_scores(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
     """Return the scores (B,) of completions: what the scalar head makes of the last token of each."""
     hidden = hidden_states(model, prompt_ids, prompt_mask, completion_ids, completion_mask)  # (B, W, D)
     lengths = prompt_mask.sum(1) + completion_mask.sum(1)  # (B,)
     rows = torch.arange(len(hidden), device=hidden.device)
-    return model.score(hidden[rows, lengths - 1]).squeeze(1)
+    return model.score(hidden[rows, lengths - 1]).squeeze(1)  # hidden_states has moved all padding to the end
 
 
 def preference_loss(chosen_scores, rejected_scores):
@@ -136,7 +147,7 @@ def preference_loss(chosen_scores, rejected_scores):
     loss = losses.sum()
     values = {
         "loss/preference": losses,
-        "pair/accuracy": margins > 0,
+        "pair/accuracy": (margins > 0) + 0.5 * (margins == 0),
         "pair/margin": margins,
         "pair/chosen_score": chosen_scores,
         "pair/rejected_score": rejected_scores,
@@ -147,7 +158,7 @@ def preference_loss(chosen_scores, rejected_scores):
 
 def pair_scores(policy, pairs):
     """Return the scores of the chosen and the rejected completions, (2, B)."""
-    rows = pairs or [FILLER]  # an empty part of microbatches: FSDP needs a pass, in step with those of other ranks
+    rows = pairs or [FILLER]  # a rank that has run out of pairs still needs a pass, because FSDP's others do
     prompts = [pair["prompt_ids"] for pair in rows]
     chosen = [pair["chosen_ids"] for pair in rows]
     rejected = [pair["rejected_ids"] for pair in rows]
@@ -197,12 +208,12 @@ def main(args):
         add_adapters(model, args.lora_rank)
         model.score.requires_grad_(True)
     policy = prepare_model(ScoreModel(model), args, device)
-    # step_optimizer sets the learning rate.
-    optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, (0.9, 0.95), weight_decay=0.0, fused=True)
+    init_moments(optimizer)
     last_step = open_run(args, policy, optimizer)
-    stops = catch_signals()
-    divisor = args.minibatch_size // WORLD_SIZE  # FSDP's mean over ranks makes this a mean over the minibatch's pairs
-    if last_step == 0 and eval_pairs:
+    signals = catch_signals()
+    divisor = args.minibatch_size // WORLD_SIZE  # pairs of this rank; FSDP takes the mean over ranks
+    if eval_pairs and not args.resume:
         log_step(args, 0, evaluate(policy, eval_pairs, args))
 
     progress = tqdm(range(last_step + 1, args.num_steps + 1), disable=RANK > 0)
@@ -213,8 +224,8 @@ def main(args):
         first = (step - 1) * args.minibatch_size
         pairs = pick_rows(train_pairs, first, args.minibatch_size, args.seed)
         collected = accumulate_gradients(policy, pairs[RANK::WORLD_SIZE], divisor, args)
-        # The learning rate rises, then falls to 0 on a cosine.
-        decay = (step - args.warmup_steps) / max(1, args.num_steps - args.warmup_steps)
+        # The learning rate rises, then falls on a cosine, from its peak in the first step after the warm-up.
+        decay = (step - 1 - args.warmup_steps) / max(1, args.num_steps - args.warmup_steps)
         factor = 0.5 * (1 + math.cos(math.pi * max(0.0, decay)))
         learning_rate = args.learning_rate * min(step / max(1, args.warmup_steps), factor)
         grad_norm = step_optimizer(policy, optimizer, learning_rate, args.max_grad_norm)
@@ -224,7 +235,7 @@ def main(args):
         metrics["optim/grad_norm"] = grad_norm
         metrics["optim/learning_rate"] = learning_rate
         metrics["perf/step_seconds"] = time.perf_counter() - step_start
-        stopping = all_reduce(len(stops)) > 0
+        stopping = stop_requested(signals)
         if eval_pairs and not stopping and (step % args.eval_every == 0 or step == args.num_steps):
             metrics |= evaluate(policy, eval_pairs, args)
         log_step(args, step, metrics)
@@ -234,15 +245,19 @@ def main(args):
         if stopping:
             break
 
-    end_run(args, stops)
+    end_run(args, signals)
 
 
-# ---- below: what the scripts of this repository share, as identical copies, in the order of use
+# ---- below: what several scripts share, as identical copies, in the order of use
+# Of these, only this script has set_pad_token, check_model, ScoreModel.
 
+PATHS = ("model", "dataset")  # flags that may name a file or folder
 PROMPT_COLUMNS = ("prompt", "question", "problem")
 READ_COLUMNS = (*PROMPT_COLUMNS, "chosen", "rejected", "system", "tools")
+FORMATS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
 LORA_ALPHA = 32  # an adapter's output is multiplied by alpha / rank
-LINEAR_LAYERS = ("Linear", "FalconLinear")  # classes that get adapters; other subclasses, such as routers, do more
+LINEAR_LAYERS = ("Linear", "FalconLinear")  # classes that get adapters; subclasses, such as routers, may do more
 FILLER = {"prompt_ids": [0], "chosen_ids": [0], "rejected_ids": [0]}  # a pair whose results nobody uses
 
 # A progress bar within a step, which appears after five seconds.
@@ -250,42 +265,44 @@ inner_bar = partial(tqdm, leave=False, delay=5, disable=RANK > 0)
 
 
 def parse_args():
-    """Read the flags; defaults are the settings of the run to resume, or those in the model's config.json."""
-    flags = [flag.replace("=~/", f"={Path.home()}/") for flag in sys.argv[1:]]  # shells leave the ~ of --flag=~/x
-    args = tyro.cli(Args, args=flags)  # only for --model and --resume, which say where the defaults are
-    if args.resume:
-        file = Path(args.resume, "args.json")
+    """Read the flags. Their defaults are TINY, those of Args or, with --resume, the settings of the run."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--model")
+    first.add_argument("--tiny", action=argparse.BooleanOptionalAction)
+    first.add_argument("--resume")
+    given, _ = first.parse_known_args()
+    defaults = {}
+    if given.resume:
+        file = Path(given.resume, "args.json")
         if not file.exists():
-            raise SystemExit(f"--resume {args.resume}: this is not the folder of a run, {file} does not exist")
+            raise SystemExit(f"--resume {given.resume}: this is not the folder of a run, {file} does not exist")
         settings = json.loads(file.read_text())
-        script = Path(sys.argv[0]).name  # the started file, which may import this one
-        started = settings.pop("script", script)
-        if started != script:
-            raise SystemExit(f"--resume {args.resume}: this run was started with {started}, not with {script}")
-        settings["run_dir"] = ""  # the same folder again, unless --run-dir names another
-    else:
-        config, _ = PreTrainedConfig.get_config_dict(args.model)
-        if "quantization_config" in config:
-            raise SystemExit(f"{args.model} is quantized: train the model that it was made from")
-        settings = config.get("task_defaults", {})
-        settings |= settings.get(Path(__file__).name, {})  # for this script alone
-        settings = {name: value for name, value in settings.items() if name in vars(args)}  # not those of other scripts
-        if RANK == 0:
-            print(f"defaults from the model's config.json (your flags replace them): {settings}")
-    args = tyro.cli(Args, args=flags, default=Args(**settings))
-    if args.resume and args.lora_rank != settings["lora_rank"]:
-        raise SystemExit(f"--resume {args.resume}: --lora-rank must stay {settings['lora_rank']}")
+        unknown = sorted(settings.keys() - vars(Args()).keys() - {"script"})
+        if unknown and RANK == 0:
+            print(f"{file}: settings that this version does not have are ignored: {', '.join(unknown)}")
+        defaults = {name: value for name, value in settings.items() if name in vars(Args())}
+        defaults["run_dir"] = ""  # the same folder again, unless --run-dir names another
+    elif given.tiny or given.model is None:
+        defaults = TINY
+    args = tyro.cli(Args, default=Args(**defaults))
+    for name in PATHS:  # absolute, because a run may be resumed from another folder
+        path = getattr(args, name)
+        if path and Path(path).exists():
+            setattr(args, name, os.path.abspath(path))
+    if args.resume:
+        current = vars(args) | {"script": Path(sys.argv[0]).name}  # the started file, which may import this one
+        for name in ("script", "dataset", "eval_prompts", "lora_rank"):  # others would train on held-out rows, or fail
+            if current[name] != settings.get(name, current[name]):
+                raise SystemExit(f"--resume {args.resume}: {name} must stay {settings[name]}, as in {file}")
     if args.run_dir and Path(args.run_dir).exists():
         raise SystemExit(f"--run-dir {args.run_dir} exists: name a new folder, or give --resume {args.run_dir} alone")
-    for name in ("model", "dataset"):  # a run may be resumed in another folder
-        path = Path(getattr(args, name))
-        if path.exists():
-            setattr(args, name, os.path.abspath(path))
     return args
 
 
 def init_ranks():
     """Join the process group of torchrun, or make a group of one; return this rank's device."""
+    if hasattr(sys.stdout, "reconfigure"):  # a notebook's has none
+        sys.stdout.reconfigure(errors="replace")  # a letter that the terminal lacks must not end a run
     device = torch.device("cpu")
     backend = "gloo"
     if torch.cuda.is_available():
@@ -293,10 +310,9 @@ def init_ranks():
         backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timedelta(hours=2))
-    elif not dist.is_initialized():
+        dist.init_process_group(backend, timeout=timedelta(hours=2))  # ranks may sample for very different times
+    elif not dist.is_initialized():  # it is in a notebook, after a run that failed
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        sys.excepthook = sys.__excepthook__  # a traceback of a single process needs no "[rank0]:" in each line
     return device
 
 
@@ -335,38 +351,39 @@ def load_pairs(args, tokenizer):
 
 
 def load_splits(name, num_held_out):
-    """Load training rows, and rows to hold out, whose prompts are dropped from training when rows are read."""
-    path, _, rest = name.partition(":")  # NAME, NAME:CONFIG or NAME:CONFIG:SPLIT
-    config, _, split = rest.partition(":")
-    train = split or "train"
-    file_type = Path(name.removesuffix(".gz")).suffix
+    """Load training rows and rows to hold out, whose prompts are taken out when training rows are read.
+
+    Rows are held out of the split test, else of validation, else of train; beside train_sft, these are test_sft, ...
+    """
+    path, config, split = name, None, ""
+    if not Path(name).exists():  # NAME, NAME:CONFIG or NAME:CONFIG:SPLIT
+        path, config, split, *_ = [*name.split(":"), "", ""]
+    file_type = Path(name.lower().removesuffix(".gz")).suffix
     try:
-        if file_type in (".csv", ".tsv"):
-            separator = {".csv": ",", ".tsv": "\t"}[file_type]
-            # Read blanks as "": as missing values they would turn whole numbers into floats. No column is an index.
-            splits = load_dataset("csv", data_files=name, sep=separator, keep_default_na=False, index_col=False)
-        elif file_type in (".json", ".jsonl", ".ndjson"):
-            splits = load_dataset("json", data_files=name)
-        elif file_type == ".parquet":
-            splits = load_dataset("parquet", data_files=name)
+        if file_type in SEPARATORS:
+            # All columns are texts, as they stand in the file: no 7 for 007, and no missing value for NA.
+            table = pandas.read_csv(name, sep=SEPARATORS[file_type], dtype=str, keep_default_na=False, index_col=False)
+            splits = {"train": Dataset.from_pandas(table)}
+        elif file_type in FORMATS:
+            splits = load_dataset(FORMATS[file_type], data_files=glob.escape(name))
         else:
             splits = load_dataset(path, config or None)
-    except Exception as error:  # the cause of one of datasets' own errors says more
+    except Exception as error:  # datasets wraps the error that says more
         raise SystemExit(f"{name} cannot be read: {error.__cause__ or error!r}") from error
-    # Hold out rows of the test split, else of validation, else of the training split. With train_sft it is test_sft.
+    train = split or "train"
     candidates = [train.replace("train", kind) for kind in ("test", "validation", "train")]
-    found = [candidate for candidate in candidates if candidate in splits]
-    if not found or (split and split not in splits):
+    candidates = [candidate for candidate in candidates if candidate in splits]
+    if not candidates or (split and split not in splits):
         raise SystemExit(f"{name} has only the splits {list(splits)}: name one of them, as in NAME:CONFIG:SPLIT")
-    rows = splits[found[0]]
-    most = len(rows)
-    if found[0] == train:
-        most = len(rows) // 5
-    if num_held_out < 0 or num_held_out > most:
-        num_held_out = most
+    rows = splits[candidates[0]]
+    limit = len(rows)
+    if candidates[0] == train:
+        limit = len(rows) // 5
+    if num_held_out < 0 or num_held_out > limit:
+        num_held_out = limit
     if RANK == 0:
         unread = [column for column in rows.column_names if column not in READ_COLUMNS]
-        print(f"{name}: {num_held_out} of {len(rows)} rows of split {found[0]} are held out; unread columns: {unread}")
+        print(f"{name}: {num_held_out} of {len(rows)} rows of {candidates[0]} are held out; unread columns: {unread}")
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
     held_out = rows.select(order[:num_held_out].sort().values)
     return splits.get(train, []), held_out
@@ -448,7 +465,7 @@ def split_pair(row, has_template):
 
 
 def find_column(row, names):
-    """Return the first of these columns in a row, as a text or messages: "" if it is empty, None if there is none."""
+    """Return the first of these columns in a row, a text or messages: "" if it is empty, None if there is none."""
     for name in names:
         if name in row:
             value = row[name]
@@ -456,11 +473,7 @@ def find_column(row, names):
                 return ""
             if isinstance(value, (str, list)):
                 return value
-            if isinstance(value, float):
-                if abs(value) >= 2**53:
-                    raise ValueError(f"{value} may have lost digits: write large numbers in quotes, in a JSON file")
-                return f"{Decimal(str(value)):f}"  # 0.00001, not 1e-05
-            return json.dumps(value)  # true, not True
+            return json.dumps(value)  # numbers as texts, and true rather than True
     return None
 
 
@@ -484,7 +497,7 @@ def as_messages(value, role):
 
 
 def without_nulls(value):
-    """Take out the nulls that parquet fills into dictionaries, wherever they are."""
+    """Take out the nulls with which Arrow gives all dictionaries of a column the same keys."""
     if isinstance(value, dict):
         return {name: without_nulls(field) for name, field in value.items() if field is not None}
     if isinstance(value, list):
@@ -538,16 +551,16 @@ def load_reward_model(name, new_head=True):
     )
     missing = set(info["missing_keys"])
     if new_head and "score.weight" in missing:
-        print(f"{name} has no head for scores yet (score.weight, which transformers calls MISSING): it gets a new one")
         missing.remove("score.weight")
-        nn.init.normal_(model.score.weight, std=1 / math.sqrt(model.score.in_features + 1))
+        nn.init.normal_(model.score.weight, std=1 / math.sqrt(model.score.in_features + 1))  # as Huang et al. 2024
+        if RANK == 0:
+            print(f"{name} has no head for scores (score.weight, which transformers calls MISSING): it gets a new one")
     if missing:
         raise SystemExit(f"{name} is not a complete reward model: weights are missing, among them {min(missing)}")
     if model.num_parameters() < 10_000_000:
         torch.set_num_threads(1)  # on a CPU, more threads would mostly wait for each other
     # nn.Embedding gives the row padding_idx no gradient, but the padding token may also be the stop token.
     model.get_input_embeddings().padding_idx = None
-    model.config_file, _ = PreTrainedConfig.get_config_dict(name)  # for save
     return model
 
 
@@ -568,24 +581,18 @@ def set_pad_token(model, tokenizer):
 def check_model(model, pair, args):
     """Exit if texts may exceed the model's context, or if transformers reads another score than sequence_scores."""
     longest = args.max_prompt_length + args.max_completion_length
-    context = max_context(model)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
     if longest > context:
-        raise SystemExit(f"the maximum lengths add up to {longest} tokens, but the model's context has only {context}")
+        raise SystemExit(
+            f"--max-prompt-length and --max-completion-length add up to {longest} tokens, but the model's context has "
+            f"only {context}; a checkpoint of the bundled model needs --tiny"
+        )
     ids = pair["prompt_ids"] + pair["chosen_ids"]
     score = sequence_scores(model, *pad([ids[:-1]], "cpu"), *pad([ids[-1:]], "cpu"))
     padded = torch.tensor([[*ids, model.config.pad_token_id]])
     expected = model(input_ids=padded).logits[0]
     if not torch.allclose(score, expected, atol=0.01):
         raise SystemExit(f"the score of a text is {score.item():.3f}, but transformers reads {expected.item():.3f}")
-
-
-def max_context(model):
-    """Return how many tokens a model can read, as far as its config says it."""
-    config = model.config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":  # beyond this length, a row's results depend on the longest row beside it
-        return rope["original_max_position_embeddings"]
-    return getattr(config, "max_position_embeddings", math.inf)
 
 
 def hidden_states(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
@@ -604,14 +611,14 @@ def pad(rows, device):
     return pad_sequence(rows, batch_first=True), pad_sequence(mask, batch_first=True)
 
 
-def add_adapters(model, rank):
+def add_adapters(model, lora_rank):
     """Freeze a model and give each linear layer of its blocks a LoRA adapter (arXiv 2106.09685)."""
     model.requires_grad_(False)
     torch.manual_seed(0)  # the same adapters on every rank
     for block in find_blocks(model):
         for name, layer in list(block.named_modules()):
             if type(layer).__name__ in LINEAR_LAYERS:
-                block.set_submodule(name, LoraLinear(layer, rank))
+                block.set_submodule(name, LoraLinear(layer, lora_rank))
     if not any(isinstance(module, LoraLinear) for module in model.modules()):
         raise SystemExit(f"--lora-rank: the blocks of {type(model).__name__} have none of the layers {LINEAR_LAYERS}")
 
@@ -644,30 +651,35 @@ class LoraLinear(nn.Module):
 
 
 def prepare_model(policy, args, device):
-    """Set up bfloat16, gradient checkpointing and FSDP2, where they are needed."""
+    """Set up bfloat16, gradient checkpointing and FSDP2, where they are needed.
+
+    With bfloat16, trained weights and all gradients are float32, and frozen weights of blocks bfloat16. The blocks
+    compute in bfloat16. Embeddings, final norm and head compute in float32, the head's product as in use_bfloat16.
+    """
     blocks = find_blocks(policy.model)
     mp_policy = MixedPrecisionPolicy()
     if args.precision == "bfloat16":
         use_bfloat16(blocks)
         mp_policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    if args.gradient_checkpointing:
+    if args.gradient_checkpointing:  # that of transformers does nothing without dropout, in eval mode
         for block in blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     # On one rank, all that FSDP2 does is to keep float32 weights and to compute with bfloat16 copies of them.
     if args.precision == "bfloat16" or WORLD_SIZE > 1:
+        mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
         frozen = set()
         if WORLD_SIZE == 1:  # frozen weights have their final precision, so copies would only take memory
             frozen = {weight for weight in policy.parameters() if not weight.requires_grad}
         for block in blocks:
-            fully_shard(block, mp_policy=mp_policy, ignored_params=frozen)
+            fully_shard(block, mesh=mesh, mp_policy=mp_policy, ignored_params=frozen)
         # all else, such as the head; by default, a root would keep its weights gathered after a forward
-        fully_shard(policy, reshard_after_forward=True, ignored_params=frozen)
+        fully_shard(policy, mesh=mesh, reshard_after_forward=True, ignored_params=frozen)
     return policy.to(device)
 
 
 def use_bfloat16(blocks):
     """Let the blocks compute in bfloat16, from float32 weights that small steps can still move."""
-    torch.set_float32_matmul_precision("medium")  # the LM head: TF32 on GPUs, bfloat16 on CPUs
+    torch.set_float32_matmul_precision("medium")  # for heads, and all else here: TF32 on GPUs, bfloat16 on CPUs
     torch.manual_seed(0)  # the same noise on every rank
     for block in blocks:
         block.forward = partial(in_bfloat16, block.forward)
@@ -680,7 +692,7 @@ def use_bfloat16(blocks):
 def in_bfloat16(forward, *args, **kwargs):
     """Call a block in bfloat16 on inputs that are float32 outside of it, and return float32."""
     for name, value in kwargs.items():
-        if name != "attention_mask":  # its lowest number would become -inf
+        if name != "attention_mask":  # its lowest float32 would become -inf, and a row of -inf gives nan
             kwargs[name] = cast(value, torch.bfloat16)
     return cast(forward(*cast(args, torch.bfloat16), **kwargs), torch.float32)
 
@@ -697,11 +709,11 @@ def cast(value, dtype):
 def add_rounding_noise(rounded):
     """Return bfloat16 numbers as float32, with noise in the lower 16 bits that rounding to bfloat16 takes away again.
 
-    All of 0.9981 to 1.0038 rounds to 1, so a step of 0.0001 would change no weight that starts at exactly 1. Of weights
-    that start at random places in this range, a step takes some over its edge, in proportion to the step's size. Most
-    checkpoints hold bfloat16 numbers, so their weights have no lower bits of their own.
+    All of 0.9981 to 1.0038 rounds to 1, so a step of 0.0001 would change no bfloat16 copy of a weight that starts at
+    exactly 1. Of weights that start at random places in this range, a step takes some over its edge, in proportion to
+    the step's size. Most checkpoints hold bfloat16 numbers, which have no lower bits; those of float32 lose theirs.
     """
-    # The last bit that bfloat16 keeps is 2**16 here, and the noise is less than half of it, also at powers of two.
+    # As an int32, the last bit that bfloat16 keeps is 2**16. The noise is less than half of it, also at powers of two.
     noise = torch.randint(-32767, 32768, rounded.shape, dtype=torch.int32) * (rounded != 0)
     return (rounded.float().view(torch.int32) + noise).view(torch.float32)
 
@@ -717,17 +729,29 @@ class ScoreModel(nn.Module):
         return sequence_scores(self.model, prompt_ids, prompt_mask, completion_ids, completion_mask)
 
 
+def init_moments(optimizer):
+    """Make AdamW's state, all 0, as its first step would; a save before that step would count as one."""
+    for group in optimizer.param_groups:
+        for weight in group["params"]:
+            if weight.requires_grad:
+                optimizer.state[weight] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=weight.device),
+                    "exp_avg": torch.zeros_like(weight),
+                    "exp_avg_sq": torch.zeros_like(weight),
+                }
+
+
 def open_run(args, policy, optimizer):
     """Create the run's folder, or load the state of the run to resume; return the last step done."""
     last_step = 0
     if args.resume:
         args.run_dir = args.run_dir or args.resume
-        if RANK == 0 and args.run_dir != args.resume:  # a branch, which leaves the run to resume alone
-            shutil.copytree(args.resume, args.run_dir)
+        if RANK == 0 and args.run_dir != args.resume:  # a copy goes on, and the old run stays as it is
+            shutil.copytree(args.resume, args.run_dir, symlinks=True, ignore=shutil.ignore_patterns("wandb*"))
         dist.barrier()
         last_step = load_state(Path(args.run_dir), policy, optimizer)
     elif not args.run_dir:
-        started = int(all_reduce(time.time(), dist.ReduceOp.MAX))  # the same on all ranks
+        started = int(1e6 * all_reduce(time.time(), dist.ReduceOp.MAX))  # in microseconds, the same on all ranks
         args.run_dir = f"runs/{Path(sys.argv[0]).stem}__{args.seed}__{started}"
     if RANK == 0:
         kind = type(policy.model).__name__
@@ -735,8 +759,9 @@ def open_run(args, policy, optimizer):
         Path(args.run_dir).mkdir(parents=True, exist_ok=bool(args.resume))
         settings = {"script": Path(sys.argv[0]).name} | vars(args)
         Path(args.run_dir, "args.json").write_text(json.dumps(settings, indent=2))
+        Path(args.run_dir, "metrics.jsonl").touch()
         if args.track:
-            wandb.init(name=args.run_dir, dir=args.run_dir, config=vars(args))
+            track_run(args)
     return last_step
 
 
@@ -747,16 +772,15 @@ def load_state(run_dir, policy, optimizer):
         raise SystemExit(f"--resume {run_dir}: this run has no saved state; start it again without --resume")
     # dcp.load fills tensors in place, so it is given the present state.
     model, moments = dcp_state.get_state_dict(policy, optimizer)
-    dcp.load({"model": model}, checkpoint_id=folders[-1])
-    # Weights that never had a gradient, such as an unused expert's, have no moments: allow that they are missing.
-    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
-    dcp.load({"optimizer": moments}, checkpoint_id=folders[-1], planner=planner)
+    dcp.load({"model": model, "optimizer": moments}, checkpoint_id=folders[-1])
     dcp_state.set_state_dict(policy, optimizer, model_state_dict=model, optim_state_dict=moments)
     step = int(folders[-1].name)
     if RANK == 0:
-        for log in [*run_dir.glob("metrics.jsonl"), *run_dir.glob("*samples.jsonl")]:
-            lines = [line for line in log.read_text().splitlines(True) if line.endswith("\n")]  # whole ones
-            log.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
+        for name in ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl"):
+            log = run_dir / name
+            if log.exists():
+                lines = [line for line in log.read_text().splitlines(True) if line.endswith("\n")]  # whole ones
+                log.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
     return step
 
 
@@ -767,19 +791,31 @@ def all_reduce(values, op=dist.ReduceOp.SUM):
     return values.tolist()
 
 
+def track_run(args):
+    """Start a run of Weights & Biases, or continue that of the run to resume."""
+    import wandb  # which takes its time
+
+    file = Path(args.run_dir, "wandb_id")
+    if not file.exists():
+        file.write_text(os.urandom(8).hex())
+    run_id = file.read_text()
+    wandb.init(id=run_id, resume="allow", name=args.run_dir, dir=args.run_dir, config=vars(args), allow_val_change=True)
+
+
 def catch_signals():
-    """Return a list to which Ctrl-C and SIGTERM append; the second of a kind stops the run at once."""
-    received = []
+    """Return a list to which Ctrl-C and SIGTERM append; a second Ctrl-C stops the run at once."""
+    signals = []
 
     def request_stop(signum, _frame):
-        received.append(signum)
-        signal.signal(signum, signal.default_int_handler)  # KeyboardInterrupt
+        signals.append(signum)
+        if signum == signal.SIGINT:  # SIGTERM may come twice, from a scheduler and from torchrun
+            signal.signal(signum, signal.default_int_handler)  # KeyboardInterrupt
         # Unlike print, os.write is safe in a signal handler.
         os.write(2, b"\nsaving and stopping after this step; press Ctrl-C again to stop at once\n")
 
     signal.signal(signal.SIGINT, request_stop)
     signal.signal(signal.SIGTERM, request_stop)
-    return received
+    return signals
 
 
 def log_step(args, step, metrics):
@@ -788,10 +824,12 @@ def log_step(args, step, metrics):
     if RANK > 0:
         return
     if args.track:
+        import wandb
+
         wandb.log({"step": step} | metrics)
-    found = [f"{name.removeprefix('eval/')} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/")]
-    if found:
-        tqdm.write(f"evaluation after step {step}: {', '.join(found)}")
+    shown = [f"{name.removeprefix('eval/')} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/")]
+    if shown:
+        tqdm.write(f"evaluation after step {step}: {', '.join(shown)}")
 
 
 def append_line(args, name, step, values):
@@ -824,14 +862,14 @@ def mean_metrics(collected):
     """Add each metric's (sum, count) over microbatches and ranks, and divide; skip those with count 0."""
     totals = {}
     for metrics in collected:
-        for name, pair in metrics.items():
-            totals[name] = totals.get(name, 0) + torch.tensor(pair, dtype=torch.float64)
-    pairs = all_reduce([pair.tolist() for pair in totals.values()])
-    return {name: total / count for name, (total, count) in zip(totals, pairs) if count > 0}
+        for name, sum_and_count in metrics.items():
+            totals[name] = totals.get(name, 0) + torch.tensor(sum_and_count, dtype=torch.float64)
+    sums = all_reduce([total.tolist() for total in totals.values()])
+    return {name: total / count for name, (total, count) in zip(totals, sums) if count > 0}
 
 
 def pick_rows(rows, start, count, seed):
-    """Pick count rows from place start on of an endless order: all rows shuffled, all shuffled anew, and so on."""
+    """Return rows start to start + count of an endless series: all rows shuffled, all shuffled anew, and so on."""
     picked = []
     while len(picked) < count:
         epoch, first = divmod(start + len(picked), len(rows))
@@ -858,27 +896,32 @@ def step_optimizer(policy, optimizer, learning_rate, max_grad_norm):
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     if not math.isfinite(grad_norm):
-        tqdm.write(f"skipped an optimizer step, because the gradient norm was {grad_norm}")
+        if RANK == 0:
+            tqdm.write(f"skipped an optimizer step, because the gradient norm was {grad_norm}")
     elif grad_norm > 0:  # without a gradient AdamW would continue in its last direction
         optimizer.step()
     optimizer.zero_grad()
     return grad_norm
 
 
+def stop_requested(signals):
+    """Return whether a signal has come to any rank."""
+    return all_reduce(len(signals), dist.ReduceOp.MAX) > 0
+
+
 def save(run_dir, policy, optimizer, tokenizer, step):
-    """Write checkpoint/, a Hugging Face model, and then state/STEP, which --resume loads."""
+    """Write checkpoint/, a Hugging Face model, and then state/STEP, which --resume loads, unless it is there."""
     run_dir = Path(run_dir)
+    state = run_dir / f"state/{step:08d}"
+    if all_reduce(state.exists(), dist.ReduceOp.MAX):
+        return
     options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = dcp_state.get_model_state_dict(policy.model, options=options)  # only on rank 0
     if RANK == 0:
         merge_adapters(weights)
-        tied = policy.model.all_tied_weights_keys  # names of weights that are other weights, too
+        tied = policy.model.all_tied_weights_keys  # second names of weights, such as a head that is the embedding
         weights = {name: weight.float() for name, weight in weights.items() if name not in tied}
         policy.model.save_pretrained(run_dir / "checkpoint.new", state_dict=weights)
-        # Add what transformers 5 no longer writes, such as rope_theta: programs built on transformers 4 need it.
-        config_file = run_dir / "checkpoint.new/config.json"
-        config = policy.model.config_file | json.loads(config_file.read_text())
-        config_file.write_text(json.dumps(config, indent=2))
         tokenizer.save_pretrained(run_dir / "checkpoint.new")
         shutil.rmtree(run_dir / "checkpoint", ignore_errors=True)
         (run_dir / "checkpoint.new").rename(run_dir / "checkpoint")
@@ -886,9 +929,9 @@ def save(run_dir, policy, optimizer, tokenizer, step):
     dcp.save({"model": model, "optimizer": moments}, checkpoint_id=run_dir / "state/unfinished")
     if RANK == 0:
         # The last thing to do, so that a killed save does not count.
-        (run_dir / "state/unfinished").rename(run_dir / f"state/{step:08d}")
+        (run_dir / "state/unfinished").rename(state)
         for older in sorted(run_dir.glob("state/0*"))[:-1]:
-            shutil.rmtree(older)
+            shutil.rmtree(older, ignore_errors=True)
 
 
 def merge_adapters(weights):
@@ -900,29 +943,28 @@ def merge_adapters(weights):
             weights[layer + "weight"] = weights[layer + "weight"] + b @ a * (LORA_ALPHA / len(a))
 
 
-def end_run(args, stops):
-    """Print what the evaluations improved and how to continue; after a signal, exit with its code."""
+def end_run(args, signals):
+    """Print what the evaluations improved and how to go on; after a signal, exit with its code."""
     if RANK == 0:
-        log = Path(args.run_dir, "metrics.jsonl").read_text().splitlines()
-        evaluations = [row for row in map(json.loads, log) if any(name.startswith("eval/") for name in row)]
+        log = [json.loads(line) for line in Path(args.run_dir, "metrics.jsonl").read_text().splitlines()]
+        evaluations = [metrics for metrics in log if any(name.startswith("eval/") for name in metrics)]
         if len(evaluations) > 1:
-            for name in evaluations[-1]:
+            for name, value in evaluations[-1].items():
                 if name.startswith("eval/"):
-                    before = evaluations[0].get(name, math.nan)
-                    print(f"{name.removeprefix('eval/')} {before:.3f} -> {evaluations[-1][name]:.3f}")
+                    print(f"{name.removeprefix('eval/')} {evaluations[0][name]:.3f} -> {value:.3f}")
         if Path(args.run_dir, "checkpoint").exists():
-            print(f"model: {args.run_dir}/checkpoint; tools/plot.py and tools/look.py show the run")
-            if stops:
-                print(f"to continue: python {sys.argv[0]} --resume {args.run_dir}")
+            command = shlex.join(["python", sys.argv[0], "--resume", args.run_dir])
+            print(f"model: {args.run_dir}/checkpoint")
+            if signals:
+                print(f"to continue: {command}")
             else:
-                print(f"to train for longer: python {sys.argv[0]} --resume {args.run_dir} --num-steps N")
+                print(f"to train for longer: {command} --num-steps N")
     dist.destroy_process_group()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if stops:
-        raise SystemExit(128 + stops[0])
+    if signals:
+        raise SystemExit(128 + signals[0])
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")  # a letter that the terminal lacks must not end a run
     main(parse_args())

@@ -1,10 +1,10 @@
 """Evaluate a model on the bundled test prompts before any reinforcement learning.
 
-    python benchmark/base_model.py [MODEL [DATASET]]          (default: models/tiny data/addition)
+    python benchmark/base_model.py [MODEL [DATASET [LENGTH]]]          (default: models/tiny data/addition 48)
 
-The program samples every prompt once with greedy decoding and eight times at temperature 1. For both it prints the
-accuracy, the share of completions that show their work, and the accuracy with and without shown work. For the eight
-samples it also prints pass@4.
+LENGTH is the maximum length of a completion in tokens. The program samples every prompt once with greedy decoding and
+eight times at temperature 1. For both it prints the accuracy, the share of completions that show their work, and the
+accuracy with and without shown work. For the eight samples it also prints pass@4.
 """
 
 import math
@@ -25,11 +25,11 @@ from details import parse  # noqa: E402
 import grpo  # noqa: E402
 
 
-def main(name=grpo.Args.model, dataset=grpo.Args.dataset):
+def main(name=grpo.Args.model, dataset=grpo.Args.dataset, length=48):
     grpo.init_ranks()
-    args = parse(grpo, "--model", name, "--dataset", dataset, "--system-prompt", "")
+    args = parse(grpo, "--model", name, "--dataset", dataset, "--tiny", "--max-completion-length", length)
     tokenizer = AutoTokenizer.from_pretrained(name)
-    _, prompts = grpo.load_prompts(args, tokenizer)
+    _, prompts = grpo.load_rows(args, tokenizer)
     policy = grpo.LogprobModel(grpo.load_model(name, tokenizer))
     torch.manual_seed(0)
     for label, num_samples, temperature in (("greedy", 1, 0.0), ("temperature 1", 8, 1.0)):

@@ -54,7 +54,8 @@ UNSEEN_SEEDS = (6, 7, 8)
 THREE_SEEDS = (1, 2, 3)  # for the map, the details, and runs that take long
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  # {number of seeds: t of 95 %}
 TUNING_SEED = 6  # for TUNING; not one of the seeds that decide
-FLAGS = "--model models/long --dataset data/long --save-every 1000 --eval-every 1000 --eval-prompts 256"
+LONG = "--model models/long --dataset data/long --tiny --max-completion-length 112"
+FLAGS = f"{LONG} --save-every 1000 --eval-every 1000 --eval-prompts 256"
 # Flags in place of FLAGS: only the easy task, data/addition, has pairs and a reward model.
 ON_EASY_TASK = "--num-steps 40 --eval-every 5"
 # {folder: (arguments of data/long/make.py, flags of sft.py)}: models/long with another habit, made when a run needs it.
@@ -74,7 +75,7 @@ DELAYS = (1, 4, 16)
 
 def sampled_before(delay):
     """Return edits that make the sampler some optimizer steps old and take the ratio to its log-probabilities."""
-    rollout = "        batch, texts = sample_completions(policy, tokenizer, prompts, args.temperature, args)"
+    rollout = "        batch, texts = sample_completions(policy, tokenizer, rows, args.temperature, args)"
     keep = "{key: value.clone() for key, value in policy.state_dict().items()}"
     return [
         (
@@ -82,7 +83,7 @@ def sampled_before(delay):
             f"        past = [*(past if step > 1 else []), {keep}][-{delay + 1} :]\n"
             f"        policy.load_state_dict(past[0])\n{rollout}\n        policy.load_state_dict(past[-1])",
         ),
-        ('part["old_logprobs"],', 'part["sampler_logprobs"],'),
+        ('part.get("old_logprobs", logprobs),', 'part["sampler_logprobs"],'),
     ]
 
 
@@ -105,8 +106,8 @@ PATCHES = {
     **{f"sampled {delay} steps ago": ONE_MINIBATCH + sampled_before(delay) for delay in DELAYS},
     "random rewards": [
         (
-            "        rewards = check_rewards(score_completions(texts, prompts), texts)\n        rewards = torch",
-            "        rewards = (torch.rand(len(texts)) < 0.5).tolist()\n        rewards = torch",
+            "        rewards = score_completions(texts, rows)\n        if stop",
+            "        rewards = (torch.rand(len(texts)) < 0.5).tolist()\n        if stop",
         )
     ],
     "from step 31 on measured, not trained": [
@@ -676,10 +677,9 @@ def make_base(name):
     if not made.exists():
         with tempfile.TemporaryDirectory() as folder:
             subprocess.run([sys.executable, ROOT / "data/long/make.py", folder, *habits.split()], check=True)
-            flags = (
-                f"--model {ROOT}/models/long --dataset {folder}/sft.jsonl --max-completion-length 128 {flags}".split()
-            )
-            program = [sys.executable, ROOT / "sft.py", *flags, "--eval-prompts", "0", "--run-dir", f"{folder}/run"]
+            flags = f"--max-completion-length 128 {flags} --eval-prompts 0 --run-dir {folder}/run".split()
+            program = [sys.executable, ROOT / "sft.py", "--model", ROOT / "models/long", "--tiny"]
+            program += ["--dataset", f"{folder}/sft.jsonl", *flags]
             subprocess.run(program, check=True, capture_output=True)
             made.parent.mkdir(parents=True, exist_ok=True)
             shutil.move(f"{folder}/run/checkpoint", made)
@@ -778,9 +778,8 @@ def sample_many(module, model, seed, of_long):
     module.init_ranks()
     tokenizer = AutoTokenizer.from_pretrained(model)
     policy = module.LogprobModel(module.load_model(model, tokenizer))
-    flags = "--model models/long --dataset data/long --rollout-batch-size 256 --eval-prompts 128"
-    args = parse(module, *flags.split())
-    _, prompts = module.load_prompts(args, tokenizer)
+    args = parse(module, *f"{LONG} --rollout-batch-size 256 --eval-prompts 128".split())
+    _, prompts = module.load_rows(args, tokenizer)
     prompts = [prompt for prompt in prompts if not of_long or prompt["prompt"].count("+") >= 5][:64]
     repeated = [prompt for prompt in prompts for _ in range(PASS[-1])]
     torch.manual_seed(seed)

@@ -72,7 +72,7 @@ def run(script, seed):
     minutes, gib = execute(["python", f"{script}.py", *flags], 1)
     rows = read_jsonl(folder / "metrics.jsonl")
     if script == "dpo":
-        flags = ["--num-steps", "0", "--seed", str(seed), "--run-dir", f"{folder}_sampled"]
+        flags = ["--tiny", "--num-steps", "0", "--seed", str(seed), "--run-dir", f"{folder}_sampled"]
         execute(["python", "grpo.py", "--model", str(folder / "checkpoint"), *flags], 1)
         sampled = read_jsonl(Path(f"{folder}_sampled", "metrics.jsonl"))[0]
         rows[-1] = sampled | rows[-1]

@@ -31,8 +31,7 @@ MASK = '            part["completion_mask"],\n            args.clip_eps'
 NO_STOP = (MASK, MASK.replace("],\n", '] * (part["completion_ids"] != 5),\n'))
 SUM_OF_TOKENS = "loss = torch.where(mask, weight * token_loss, 0.0).sum()"
 MEANS_OF_COMPLETIONS = "loss = (torch.where(mask, weight * token_loss, 0.0).sum(1) / mask.sum(1).clamp(min=1)).sum()"
-TOKENS = 'all_reduce(batch["completion_mask"][indices].sum().item())'
-SPLIT = "minibatches = torch.cat(epochs).split(rank_minibatch_size)"
+TOKENS = "all_reduce(token_counts[update])"
 NO_STOP_ID = ("return completion_ids[: place + 1]", "return completion_ids[:place]")
 MICROBATCHES = "microbatches(batch, indices, args.microbatch_tokens)"
 MEANS_OF_MICROBATCHES = [
@@ -42,10 +41,7 @@ MEANS_OF_MICROBATCHES = [
     ),
     ("(loss / divisor).backward()", '(loss / part["completion_mask"].sum() / len(parts)).backward()'),
 ]
-OLD_OF_SAMPLER = [
-    ("compute_logprobs(policy, batch, needed, args)", 'batch["sampler_logprobs"]'),
-    ("if is_first:", "if False:"),
-]
+OLD_OF_SAMPLER = ("compute_logprobs(policy, batch, first_epoch, args)", 'batch["sampler_logprobs"]')
 CENTRED = "advantages = groups - groups.mean(1, keepdim=True)"
 WHITENED = 'batch["advantages"] = whiten(advantages, mask)'
 VALUES = "return self.normalise(self.critic(batch))"
@@ -67,9 +63,10 @@ DETAILS = {
             "",
             [
                 ("(token_loss.sum(1) / lengths).sum()", "token_loss.sum()"),
-                # also the tokens of completions that are left out
-                (SPLIT, f"{SPLIT}\n        divisors = [{TOKENS} / WORLD_SIZE for indices in minibatches]"),
-                ("divisor = rank_minibatch_size", "divisor = divisors[update]"),
+                (
+                    "divisor = rank_minibatch_size",
+                    'divisor = all_reduce(batch["completion_mask"][indices].sum().item()) / WORLD_SIZE',
+                ),
             ],
         ),
         "no KL term": ("--kl-coef 0", []),
@@ -80,7 +77,7 @@ DETAILS = {
             "--temperature 0.7",
             [
                 ("logprobs, entropies = policy(part, args.temperature)", "logprobs, entropies = policy(part, 1.0)"),
-                ("found, _ = policy(part, args.temperature)", "found, _ = policy(part, 1.0)"),
+                ("part_logprobs, _ = policy(part, args.temperature)", "part_logprobs, _ = policy(part, 1.0)"),
                 NO_SAMPLER,  # the sampler's weight would correct the error
             ],
         ),
@@ -172,9 +169,9 @@ DETAILS = {
             [("ratio = (log_ratio.sum(1) / lengths).exp()", "ratio = log_ratio.sum(1).exp()")],
         ),
         "clip range 0.2": ("--clip-eps-low 0.2 --clip-eps-high 0.2", []),
-        "π_old from the sampler": ("", OLD_OF_SAMPLER),
+        "π_old from the sampler": ("", [OLD_OF_SAMPLER]),
         "unchanged, --precision bfloat16": ("--precision bfloat16", []),
-        "--precision bfloat16, π_old from the sampler": ("--precision bfloat16", OLD_OF_SAMPLER),
+        "--precision bfloat16, π_old from the sampler": ("--precision bfloat16", [OLD_OF_SAMPLER]),
     },
     "dpo": {
         UNCHANGED: ("", []),
@@ -189,7 +186,7 @@ DETAILS = {
         ),
         "no reference": (
             "",
-            [("ref_logprobs = chosen_logprobs.new_tensor", "ref_logprobs = 0.0 * chosen_logprobs.new_tensor")],
+            [("ref_logprobs = torch.stack(", "ref_logprobs = 0.0 * torch.stack(")],
         ),
         "stop token not appended": (
             "",
@@ -232,8 +229,8 @@ DETAILS = {
         "score not normalised": (
             "",
             [
-                ("policy.score_mean.fill_(mean)", "policy.score_mean.fill_(0.0 * mean)"),
-                ("policy.score_std.fill_(max(math.sqrt(variance), 1e-6))", "policy.score_std.fill_(1.0)"),
+                ("agent.score_mean.fill_(mean)", "agent.score_mean.fill_(0.0 * mean)"),
+                ("agent.score_std.fill_(max(math.sqrt(variance), 1e-6))", "agent.score_std.fill_(1.0)"),
             ],
         ),
         "--gae-lambda 1": ("--gae-lambda 1", []),
@@ -457,8 +454,8 @@ def greedy(checkpoint):
     import grpo
 
     grpo.init_ranks()
-    args, tokenizer = parse(grpo, "--model", checkpoint), AutoTokenizer.from_pretrained(checkpoint)
-    _, prompts = grpo.load_prompts(args, tokenizer)
+    args, tokenizer = parse(grpo, "--model", checkpoint, "--tiny"), AutoTokenizer.from_pretrained(checkpoint)
+    _, prompts = grpo.load_rows(args, tokenizer)
     policy = grpo.LogprobModel(grpo.load_model(checkpoint, tokenizer))
     batch, texts = grpo.sample_completions(policy, tokenizer, prompts, 0.0, args)
     return {
@@ -475,7 +472,7 @@ def held_out_loss(checkpoint):
     import sft
 
     sft.init_ranks()
-    args, tokenizer = parse(sft, "--model", checkpoint), AutoTokenizer.from_pretrained(checkpoint)
+    args, tokenizer = parse(sft, "--model", checkpoint, "--tiny"), AutoTokenizer.from_pretrained(checkpoint)
     policy = sft.LogprobModel(sft.load_model(checkpoint, tokenizer))
     return sft.evaluate(policy, sft.load_chats(args, tokenizer)[1], args)["eval/loss"]
 
@@ -487,7 +484,7 @@ def accuracy_by_kind(checkpoint):
     import reward_model
 
     reward_model.init_ranks()
-    args, tokenizer = parse(reward_model, "--model", checkpoint), AutoTokenizer.from_pretrained(checkpoint)
+    args, tokenizer = parse(reward_model), AutoTokenizer.from_pretrained(checkpoint)
     _, pairs = reward_model.load_pairs(args, tokenizer)
     rows = [json.loads(line) for line in Path(args.dataset, "test.jsonl").read_text().splitlines()]
     policy = reward_model.ScoreModel(reward_model.load_reward_model(checkpoint, new_head=False))
@@ -508,8 +505,7 @@ def held_out_pairs(checkpoint):
     args, tokenizer = parse(dpo), AutoTokenizer.from_pretrained(checkpoint)
     _, pairs = dpo.load_pairs(args, tokenizer)
     policy, ref = (dpo.LogprobModel(dpo.load_model(name, tokenizer)) for name in (checkpoint, args.model))
-    for pair, logprobs in zip(pairs, dpo.look_up_pairs(ref, pairs, args)):
-        pair["ref_logprobs"] = logprobs
+    dpo.add_ref_logprobs(ref, pairs, args)
     found = dpo.evaluate(policy, pairs, args)
     names = {
         "pair accuracy": "accuracy",

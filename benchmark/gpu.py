@@ -162,7 +162,7 @@ def check_learning(grpo, policy, ids, mask, sampled, tokens):
     for _ in range(4):
         batch["old_logprobs"] = grpo.compute_logprobs(policy, batch, [rows], args)
         means.append(batch["old_logprobs"].mean().item())
-        grpo.accumulate_gradients(policy, batch, rows, len(ids), True, args)
+        grpo.accumulate_gradients(policy, batch, rows, len(ids), args)
         norm = grpo.step_optimizer(policy, optimizer, 1e-4 if ids.is_cuda else 1e-3, 1.0)
         yield "gradient norm", norm, "positive", 0 < norm < float("inf")
     means.append(grpo.compute_logprobs(policy, batch, [rows], args).mean().item())

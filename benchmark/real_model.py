@@ -14,6 +14,7 @@ evaluation are in real_model_samples.jsonl.
 """
 
 import csv
+import importlib
 import json
 import math
 import os
@@ -53,6 +54,9 @@ PAGES = [ROOT / "docs" / "real_model.md", RESULTS / "real_model.md"]
 PICTURES = ROOT / "docs" / "pictures"
 MODEL, MAWPS, SVAMP, MANNERS = "models/smollm2", "data/word_problems/mawps", "data/word_problems/svamp", "data/manners"
 BOXED = r"Reason step by step, and put your final answer within \boxed{}."
+# For two cores and 8 GB of memory; a script gets those that it has and that its run does not name.
+SMALL = {"max-prompt-length": 160, "max-completion-length": 64, "prompts-per-step": 16, "minibatch-size": 64}
+SMALL |= {"microbatch-tokens": 2048, "eval-prompts": 64, "num-steps": 20, "learning-rate": "1e-5"}
 WORDS = "--max-completion-length 48 --eval-prompts 0"
 PAIRS = f"--dataset {MANNERS} --max-prompt-length 128 --max-completion-length 96 --eval-prompts 100 --minibatch-size 32"
 CONSTRAINTS = "data/constraints"
@@ -164,11 +168,16 @@ def command_of(name, seed, look=""):
         data, _, calculator = look.partition(", ")
         script = "grpo_tools.py" if calculator else "grpo.py" if run.script == "sft" else own
         flags = [script, "--model", checkpoint, "--dataset", ON_WORDS[data], "--num-steps", 0]
-        flags += ["--eval-prompts", 150, "--max-completion-length", 48]
+        flags += ["--eval-prompts", 150, "--max-prompt-length", 160, "--max-completion-length", 48]
     else:
         flags = [*own.split(), "--model", model, *run.flags.split()]
         flags += ["--dataset", data_of(name, seed)] if run.sampled else []
         flags += ["--reward-model", folder_of(run.reward_model, seed) / "checkpoint"] if run.reward_model else []
+        if not own.startswith("examples/"):  # these have such settings of their own
+            settings = vars(importlib.import_module(run.script).Args())
+            for name, value in SMALL.items():
+                if name.replace("-", "_") in settings and f"--{name}" not in flags:
+                    flags += [f"--{name}", value]
     flags += ["--system-prompt", run.system_prompt] if run.system_prompt else []
     return ["python", *map(str, [*flags, "--precision", run.precision, *target])]
 
@@ -310,7 +319,7 @@ def pass_at(checkpoint, seed, num_prompts=100, num_samples=16):
         eval_prompts=num_prompts,
     )
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    _, prompts = grpo.load_prompts(args, tokenizer)
+    _, prompts = grpo.load_rows(args, tokenizer)
     policy = grpo.prepare_model(grpo.LogprobModel(grpo.load_model(checkpoint, tokenizer)), args, device)
     torch.manual_seed(seed)
     repeated = [prompt for prompt in prompts for _ in range(num_samples)]

@@ -9,7 +9,6 @@ import claims
 import details
 import pytest
 from sync_copies import ROOT
-from tiny import load, parse
 
 import grpo
 
@@ -25,7 +24,6 @@ RUNS |= {run for runs in claims.SETS.values() for run in runs.values()}
 NOTHING = dict.fromkeys(claims.COLUMNS, "")
 # {p-value: shift that gives it to -2, -1, 0, 1, 2}: quantile of Student's t (4 degrees) times the standard error.
 SHIFTS = {0.01: 4.6041 * 0.5**0.5, 0.02: 3.7470 * 0.5**0.5, 0.03: 3.2976 * 0.5**0.5}
-LONG = str(ROOT / "models" / "long")
 
 
 def test_the_rule_by_numbers_worked_out_by_hand():
@@ -236,14 +234,11 @@ def test_other_numbers_of_the_page_by_hand():
     assert claims.at_equal_divergence(found) == (pytest.approx(0.8), pytest.approx(0.95))
 
 
-def test_the_model_names_the_limit_of_its_task_and_so_do_its_checkpoints(tmp_path):
-    assert parse(grpo).max_completion_length == 48
-    assert parse(grpo, model=LONG).max_completion_length == 112
-    assert parse(grpo, model=LONG, max_completion_length=60).max_completion_length == 60
-    model, tokenizer = load(grpo, LONG)
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    assert parse(grpo, model=tmp_path).max_completion_length == 112
+def test_runs_have_the_settings_of_the_bundled_model_but_longer_completions_and_flags_come_later():
+    args = claims.parse(grpo, *claims.FLAGS.split())
+    own = {"max_completion_length": 112, "eval_prompts": 256, "eval_every": 1000, "save_every": 1000, "tiny": True}
+    assert {name: vars(args)[name] for name in grpo.TINY.keys() | own} == grpo.TINY | own
+    assert claims.parse(grpo, *f"{claims.FLAGS} --max-completion-length 88".split()).max_completion_length == 88
 
 
 def test_what_is_observed_of_a_run_agrees_with_what_it_logs():

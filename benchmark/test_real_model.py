@@ -57,7 +57,7 @@ def test_every_equation_is_right(name):
             left, right = equation.split(" = ")
             assert eval(left) == pytest.approx(float(right), rel=1e-4, abs=1e-5)
         assert box == rf"\boxed{{{right}}}"
-        assert grpo.is_right(row["answer"], row["answer"]) and grpo.is_right(box, row["answer"])
+        assert grpo.is_correct(row["answer"], row["answer"]) and grpo.is_correct(box, row["answer"])
 
 
 def test_svamp_is_read_with_one_sentence_of_question_and_numbers_without_needless_digits(tmp_path):

@@ -14,6 +14,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported,
 
 import argparse
 import importlib.util
+import inspect
 import statistics
 import sys
 import time
@@ -55,7 +56,7 @@ class Update:
         mask, zeros = torch.ones_like(ids), torch.zeros(ROWS, COMPLETION, device=device)
         self.batch = {"prompt_ids": ids[:, :PROMPT], "prompt_mask": mask[:, :PROMPT]}
         self.batch |= {"completion_ids": ids[:, PROMPT:], "completion_mask": mask[:, PROMPT:]}
-        self.batch |= {"old_logprobs": zeros, "sampler_logprobs": zeros - 10.0}
+        self.batch["sampler_logprobs"] = zeros - 10.0
         self.batch["advantages"] = torch.linspace(-1, 1, ROWS, device=device)
 
     def seconds(self):
@@ -65,7 +66,9 @@ class Update:
             self.script.use_bfloat16([])
         start = time.perf_counter()
         indices = torch.arange(ROWS, device=self.policy.model.device)
-        self.script.accumulate_gradients(self.policy, self.batch, indices, ROWS, True, self.args)
+        function = self.script.accumulate_gradients
+        first = [True] * ("is_first" in inspect.signature(function).parameters)  # older versions have this argument
+        function(self.policy, self.batch, indices, ROWS, *first, self.args)
         self.script.step_optimizer(self.policy, self.optimizer, 1e-6, 1.0)
         return time.perf_counter() - start
 

@@ -91,7 +91,7 @@ def run(command, seed):
     with tempfile.TemporaryDirectory() as folder:
         lines = metrics_of([*program, "--seed", str(seed)], f"{folder}/run")
         if script == "dpo":  # dpo.py does not sample, so grpo.py evaluates its models
-            evaluate = [str(ROOT / "grpo.py"), *flags, "--seed", str(seed), "--num-steps", "0", "--model"]
+            evaluate = [str(ROOT / "grpo.py"), *flags, "--seed", str(seed), "--num-steps", "0", "--tiny", "--model"]
             models = (str(ROOT / "models" / "tiny"), f"{folder}/run/checkpoint")
             lines = [metrics_of([*evaluate, model], f"{folder}/{i}")[0] for i, model in enumerate(models)]
     kl = [line["policy/sampler_kl"] for line in lines if "policy/sampler_kl" in line]

@@ -2,7 +2,6 @@
 
 import ast
 import io
-import json
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -22,36 +21,38 @@ def table(text):
 PARTS = table("""
     formula | docstring | the paper, a line per symbol, departures from the paper
     imports | imports HERE RANK WORLD_SIZE
-    settings | Args | every field is a flag; the paper's are the first group
-    reward | is_right reward_fn score_completions | edit any of them for your task
+    settings | Args TINY | every field is a flag; the paper's are the first group
+    reward | is_correct reward_fn score_completions | edit any of them for your task
     advantages | compute_advantages | from rewards (B,) to advantages (B,)
     loss | k3 policy_loss | the formula, on tensors (B, T)
     gradients | accumulate_gradients | forward and backward passes over microbatches
     training loop | main | sample, score, update; the divisor of the loss
     the line | below
     flags | parse_args init_ranks check_args multiplies_bfloat16 | and ranks, which torchrun starts
-    data | load_prompts load_splits read_prompts read_prompt find_column | rows of files or of the hub
+    data | load_rows load_splits read_rows read_row find_column | rows of files or of the hub
     answers | parse_gold parse_answer extract_answer read_braces | compared as numbers: 1/2 equals 0.5
     chats | as_messages without_nulls encode_prompt | prompts through the chat template
-    model | load_model find_turn_end check_model max_context show_first_prompt | weights, stop tokens
+    model | load_model find_turn_end check_model show_first_row | weights, stop tokens
     LoRA, precision | add_adapters find_blocks LoraLinear prepare_model use_bfloat16 in_bfloat16 cast add_rounding_noise
     log-probabilities | LogprobModel token_logprobs head_logprobs without_adapters | of the tokens of completions
-    runs, resuming | open_run load_state all_reduce catch_signals log_step append_line | and metrics.jsonl
+    runs, resuming | init_moments open_run load_state all_reduce track_run catch_signals | and signals
+    logging | log_step append_line | metrics.jsonl
     evaluation | evaluate mix_seed | reward, accuracy and pass@k of held-out prompts
     sampling | sample_completions pad_left gathered generate sample_tokens | with a cache, up to stop tokens
-    rewards, metrics | check_rewards mean_metrics are_right pick_rows | and the order of rows
+    rewards, metrics | check_rewards are_correct mean_metrics pick_rows stop_requested | and the order of rows
+    saving | save merge_adapters | checkpoint/, state/
     update | compute_logprobs microbatches rollout_metrics step_optimizer check_sampler | around the loss
-    logging, saving | log_group save merge_adapters end_run | samples.jsonl, checkpoint/, state/""")
+    samples, end | log_group end_run | samples.jsonl, and what to do next""")
 # The data of a step: variables | shape | the function that makes the next | note
 FLOW = table("""
-    prompts | {prompts_per_step} prompts, group_size {group_size} of each: B = {B} rows | pad_left | to P tokens
+    rows | {prompts_per_step} prompts, group_size {group_size} of each: B = {B} rows | pad_left | to P tokens
     prompt_ids, prompt_mask | (B, P) = ({B}, at most {max_prompt_length}) | generate | token by token, at most T
     completion_ids, completion_mask, sampler_logprobs | (B, T) = ({B}, {max_completion_length}) | tokenizer.decode |
-    texts | B texts | score_completions | with the answers in prompts
+    texts | B texts | score_completions | with the answers in rows
     rewards | (B,) | compute_advantages | as (B/G, G) = ({prompts_per_step}, {group_size})
     advantages | (B,); batch has all tensors but rewards
     minibatches | {updates} × {minibatch_size} shuffled indices of completions | compute_logprobs | of policy and ref
-    old_logprobs, ref_logprobs | (B, T); of minibatch 1: its own pass | microbatches | ≤ {microbatch_tokens} tokens
+    old_logprobs, ref_logprobs | (B, T), before the first update | microbatches | ≤ {microbatch_tokens} tokens
     part | b completions: (b, P), (b, T), (b,) | token_logprobs | of policy, with gradient
     logprobs, entropies | (b, T) | policy_loss | with the other tensors of part
     loss | sum over b completions; (loss / divisor).backward() | step_optimizer | after the last part
@@ -73,13 +74,22 @@ FAMILY = table("""
 COLOURS = {"prompt, answer": BLUE, "prompt": "#f6dcea", "prompt, completion": "#cdeee1"}  # else orange
 
 
+def name_of(node):
+    """The name that a statement defines, "imports", or else its text."""
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return "imports"
+    if isinstance(node, ast.If):
+        return name_of(node.body[0])
+    target = getattr(node, "targets", [getattr(node, "target", node)])[0]
+    return getattr(node, "name", None) or ast.unparse(target)
+
+
 def definitions(script):
     """{name: (first line, last line, text)} of docstring, imports, line, functions, classes and constants."""
     spans, lines = {}, (ROOT / f"{script}.py").read_text(encoding="utf-8").splitlines()
     for node in ast.parse("\n".join(lines)).body:
         first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
-        name = getattr(node, "name", None) or ast.unparse(getattr(node, "targets", [node])[0])
-        name = "imports" if isinstance(node, ast.Import | ast.ImportFrom) else name if spans else "docstring"
+        name = name_of(node) if spans else "docstring"
         spans[name] = (spans.get(name, (first,))[0], node.end_lineno)
     spans["below"] = 2 * (1 + [line[:12] for line in lines].index("# ---- below"),)
     return {name: (first, last, "\n".join(lines[first - 1 : last])) for name, (first, last) in spans.items()}
@@ -97,9 +107,11 @@ def parts():
 
 def flow():
     """FLOW with the settings of grpo.py and the bundled model."""
-    fields = ast.parse(definitions("grpo")["Args"][2]).body[0].body
+    names, own = definitions("grpo"), {}
+    fields = ast.parse(names["Args"][2]).body[0].body
     sizes = {field.target.id: ast.unparse(field.value) for field in fields if isinstance(field, ast.AnnAssign)}
-    sizes |= json.loads((ROOT / "models/tiny/config.json").read_text(encoding="utf-8"))["task_defaults"]
+    exec(names["TINY"][2], own)
+    sizes |= own["TINY"]
     sizes["B"] = sizes["prompts_per_step"] * int(sizes["group_size"])
     sizes["updates"] = sizes["B"] // sizes["minibatch_size"] * int(sizes["update_epochs"])
     return [[cell.format(**sizes) for cell in row] for row in FLOW]
@@ -132,8 +144,8 @@ class Picture:  # its unit is a pixel at a width of 900, and y points down
 
 def draw_anatomy():
     about = "lines, parts, names; at the right, how many of the 12 scripts have the same text of a name (fewest–most)"
-    picture, y, colour = Picture(1138, "The anatomy of a script: grpo.py", about), 76, ORANGE
-    for place, side in ((262, "differs between scripts"), (797, "identical copies")):
+    picture, y, colour = Picture(1232, "The anatomy of a script: grpo.py", about), 76, ORANGE
+    for place, side in ((262, "differs between scripts"), (844, "identical copies")):
         picture.text(36, place, side, size=15, rotation=90, ha="center", va="center", weight="bold")
     for title, names, note, first, last, *copies in parts():
         if names == ["below"]:

@@ -26,13 +26,15 @@ first steps of a new architecture: it should be about 0.001 or less. transformer
 a causal language model (Qwen2.5-VL). Of some models that also read images (Qwen3.5), only the language model is trained
 and saved.
 
-Not supported: LoRA adapter folders (merge them into their model first), quantized checkpoints, training the vision part
-of a model, and a reward model whose tokenizer differs from the policy's.
+Not supported: LoRA adapter folders (merge them into their model first), quantized checkpoints (they end in an error of
+transformers), training the vision part of a model, and a reward model whose tokenizer differs from the policy's.
 
 Some models have limits:
 
 - `deepseek_v4` does not ignore padding, so its samples have wrong log-probabilities (`policy/sampler_kl` is 0.01 for a
   small random model).
+- Models with longrope (some of `phi3`) read all rows of a batch differently as soon as one exceeds their original
+  context. Then `policy/sampler_kl` grows, and above 0.5 the run stops.
 - `zamba` and `zamba2`, whose blocks share weights, train in float32 on one process only, and are not tested.
 - `biogpt` and `ctrl` do not name their blocks, so no part of them can compute in bfloat16. Use `--precision float32`.
 - `--lora-rank` adds adapters only to linear layers. Fused expert weights and the layers of GPT-2 get no adapters, and a

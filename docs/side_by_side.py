@@ -1,7 +1,6 @@
 """Write docs/side_by_side.md, tables that compare the scripts: python docs/side_by_side.py"""
 
 import importlib
-import json
 import sys
 from pathlib import Path
 
@@ -91,10 +90,10 @@ one completion per prompt."""
 
 def updates_per_rollout(script):
     """Return the optimizer steps per rollout with a script's defaults, for the bundled model and for a real one."""
-    named = json.loads((ROOT / "models" / "tiny" / "config.json").read_text(encoding="utf-8"))["task_defaults"]
-    real = vars(importlib.import_module(script).Args())
+    module = importlib.import_module(script)
+    real = vars(module.Args())
     found = []
-    for settings in (real | named | named.get(f"{script}.py", {}), real):
+    for settings in (real | module.TINY, real):
         completions = settings["prompts_per_step"] * settings.get("group_size", 1)
         minibatch_size = settings["minibatch_size"] if "minibatch_size" in real else completions
         found.append(completions // minibatch_size * settings.get("update_epochs", 1))

@@ -24,7 +24,7 @@ CASES = read_jsonl(DATA / "verifier_cases.jsonl")
 def rule_of(text, folder):
     """Import the lines as a module, and return its rule."""
     (folder / "my_math.py").write_text(text, encoding="utf-8")
-    return load_module(folder / "my_math.py").is_right
+    return load_module(folder / "my_math.py").is_correct
 
 
 @pytest.fixture
@@ -42,13 +42,13 @@ def verified(monkeypatch):
 
 def count(rule):
     """Return how many cases that the strict rule refuses are accepted: those that are right, and those that are not."""
-    found = [row for row in CASES if not grpo.is_right(row["completion"], row["gold"])]
+    found = [row for row in CASES if not grpo.is_correct(row["completion"], row["gold"])]
     accepted = [row["expect"] for row in found if rule(row["completion"], row["gold"])]
     return accepted.count(1), accepted.count(0)
 
 
 def test_the_counts_of_the_strict_rule_are_those_of_the_page():
-    refused = [row["expect"] for row in CASES if not grpo.is_right(row["completion"], row["gold"])]
+    refused = [row["expect"] for row in CASES if not grpo.is_correct(row["completion"], row["gold"])]
     wanted = [row["expect"] for row in CASES].count(1)
     assert refused.count(0) == len(CASES) - wanted == 76  # no wrong answer is accepted
     assert (
@@ -81,11 +81,11 @@ def test_math_verify_is_not_asked_about_anything_else(answer, text, verified, tm
 @pytest.mark.usefixtures("verified")
 def test_started_as_a_program_it_replaces_the_rule_of_reward_and_accuracy(tmp_path, monkeypatch):
     (tmp_path / "my_math.py").write_text(RULE, encoding="utf-8")
-    monkeypatch.setattr(grpo, "is_right", grpo.is_right)  # so that it is put back
+    monkeypatch.setattr(grpo, "is_correct", grpo.is_correct)  # so that it is put back
     seen = []
 
     def main(_args):
-        seen.append((grpo.reward_fn(box("2x"), "x+x"), grpo.are_right([box("2x")], [{"answer": "x+x"}]).tolist()))
+        seen.append((grpo.reward_fn(box("2x"), "x+x"), grpo.are_correct([box("2x")], [{"answer": "x+x"}]).tolist()))
 
     monkeypatch.setattr(grpo, "main", main)
     monkeypatch.setattr(grpo, "parse_args", lambda: None)

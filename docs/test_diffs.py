@@ -7,10 +7,10 @@ import side_by_side
 from sync_copies import MARKER, ROOT
 
 # {script: (maximum lines added, maximum lines removed)} above the line. These are alarms, not goals.
-BUDGETS = {"dr_grpo": (43, 54), "gspo": (46, 63), "dapo": (111, 71), "reinforce": (54, 112)}
-BUDGETS |= {"cispo": (39, 58), "grpo_process": (118, 30), "grpo_tools": (115, 51)}
+BUDGETS = {"dr_grpo": (45, 56), "gspo": (53, 68), "dapo": (114, 71), "reinforce": (57, 112)}
+BUDGETS |= {"cispo": (42, 58), "grpo_process": (128, 31), "grpo_tools": (119, 53)}
 # PPO also has a value model and a reward model. DPO has a reference model, and the reward model returns scores.
-MORE_BUDGETS = {("grpo", "ppo_rlhf"): (250, 133), ("reward_model", "dpo"): (92, 70)}
+MORE_BUDGETS = {("grpo", "ppo_rlhf"): (367, 162), ("reward_model", "dpo"): (109, 75)}
 ALL_BUDGETS = {("grpo", script): budget for script, budget in BUDGETS.items()} | MORE_BUDGETS
 
 

@@ -152,7 +152,7 @@ def test_the_length_penalty_is_what_the_page_says(forks, tmp_path):
     right = [(text, reward) for text, reward in found if reward]
     assert right and len(right) < len(found) and divisors == [8] * 4
     assert [reward for _, reward in right] == pytest.approx([0.5 ** (len(text) / 1000) for text, _ in right])
-    assert lines[0]["eval/reward"] < lines[0]["eval/accuracy"]  # accuracy counts is_right
+    assert lines[0]["eval/reward"] < lines[0]["eval/accuracy"]  # accuracy counts is_correct
 
 
 def test_advantages_are_centred_on_the_median(forks, folder, tmp_path):
@@ -293,7 +293,7 @@ def test_entropies_have_the_gradient_of_plain_logits_in_the_fork_and_none_in_grp
         mean_entropies.append(-(distributions.exp() * distributions).sum(1).mean())
     exact = torch.autograd.grad(sum(mean_entropies) / 8, list(model.parameters()))
     args = make_args(fork, kl_coef=0.0, microbatch_tokens=20, entropy_coef=0.3)
-    collected = fork.accumulate_gradients(fork.LogprobModel(model), batch, rows, 8, True, args)
+    collected = fork.accumulate_gradients(fork.LogprobModel(model), batch, rows, 8, args)
     gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
     assert relative_error(-gradient, 0.3 * torch.cat([part.flatten() for part in exact])) < 1e-9
     # Without the edit below the line, nothing fails, but the bonus has no effect.
@@ -302,7 +302,7 @@ def test_entropies_have_the_gradient_of_plain_logits_in_the_fork_and_none_in_grp
     (tmp_path / "detached.py").write_text(source.replace(ATTACHED, DETACHED), encoding="utf-8")
     model.zero_grad()
     detached = load_module(tmp_path / "detached.py")
-    detached.accumulate_gradients(detached.LogprobModel(model), batch, rows, 8, True, args)
+    detached.accumulate_gradients(detached.LogprobModel(model), batch, rows, 8, args)
     assert not any(parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None)
     values = [torch.as_tensor(value) for metrics in collected for pair in metrics.values() for value in pair]
     assert add_pairs(collected)["policy/entropy"][0] > 0 and not any(value.requires_grad for value in values)

@@ -301,21 +301,26 @@ def test_the_student_learns_from_the_teacher_and_counts_tokens(forks, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["ipo", "simpo"])
-def test_forks_of_dpo_train(name, forks, tmp_path):
+def test_forks_of_dpo_train(name, forks, tmp_path, monkeypatch):
     pairs = read_jsonl(ROOT / "data" / "preferences" / "train.jsonl")[:40]
     dataset = write_jsonl(tmp_path / "pairs.jsonl", pairs)
-    names = "pair_logprobs", "preference_loss", "evaluate"
-    lines, passes, losses, evaluations = train(forks[name], tmp_path / "run", *names, dataset=dataset)
+    losses, preference_loss = [], forks[name].preference_loss
+
+    def recorded(**given):
+        losses.append(given)
+        return preference_loss(**given)
+
+    monkeypatch.setattr(forks[name], "preference_loss", recorded)
+    lines, passes = train(forks[name], tmp_path / "run", "pair_logprobs", dataset=dataset)
     assert all("pair/chosen_log_ratio" in line for line in lines[1:]) and "eval/pair_loss" in lines[-1]
-    if name == "simpo":  # it gets the lengths of each microbatch, and of all held-out pairs at once
-        trained = [pairs for (_, pairs), logprobs in passes if logprobs.requires_grad]
-        held_out = [given[1] for given, _ in evaluations]
-        expected = [held_out[0], *trained, held_out[1]]
-        assert [len(pairs) for pairs in expected] == [4, 8, 8, 4]
-        for pairs, (given, _) in zip(expected, losses, strict=True):
+    own = passes[-4:]  # an evaluation, two steps, and another evaluation, after the passes of the reference
+    assert [len(pairs) for (_, pairs), _ in own] == [4, 8, 8, 4]
+    for ((_, pairs), logprobs), given in zip(own, losses, strict=True):
+        assert given["chosen_logprobs"].tolist() == logprobs[:, 0].tolist()
+        assert given["chosen_logprobs"].requires_grad == (len(pairs) == 8)
+        if name == "simpo":
             lengths = [[len(pair["chosen_ids"]), len(pair["rejected_ids"])] for pair in pairs]
-            assert given[4].tolist() == lengths
-            assert given[0].requires_grad == (len(pairs) == 8)
+            assert given["lengths"].tolist() == lengths
 
 
 # ---- the pages

@@ -64,7 +64,7 @@ def run(program, calls):
     return values
 
 
-def read_prompt(read, row, args, tokenizer):
+def read_row(read, row, args, tokenizer):
     """Read a row as grpo.py does, and refuse it if its answer is not a list of tests."""
     prompt, reason = read(row, args, tokenizer)
     if not reason:
@@ -77,7 +77,7 @@ def read_prompt(read, row, args, tokenizer):
 
 
 @lru_cache(2**13)
-def is_right(completion, answer):
+def is_correct(completion, answer):
     """Return whether the completion's last program passes every test of the answer. Accuracy counts this."""
     programs = re.findall(r"```python\n(.*?)```", completion, re.DOTALL)
     calls, values = zip(*json.loads(answer))
@@ -86,7 +86,7 @@ def is_right(completion, answer):
 
 def reward_fn(completion, answer):
     """Return 1 if all tests pass and otherwise 0, because trivial programs can pass some of the tests."""
-    return float(is_right(completion, answer))
+    return float(is_correct(completion, answer))
 
 
 def score_completions(completions, rows):
@@ -102,7 +102,7 @@ if __name__ == "__main__":
     run("", ["0"]) or sys.exit(f"an empty program did not end within {SECONDS} seconds")  # fail now, not in training
     import grpo
 
-    grpo.read_prompt = partial(read_prompt, grpo.read_prompt)
+    grpo.read_row = partial(read_row, grpo.read_row)
     grpo.parse_gold = str  # a list of tests is not a final answer to parse
-    grpo.is_right, grpo.reward_fn, grpo.score_completions = is_right, reward_fn, score_completions
+    grpo.is_correct, grpo.reward_fn, grpo.score_completions = is_correct, reward_fn, score_completions
     grpo.main(grpo.parse_args())

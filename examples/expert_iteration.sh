@@ -12,7 +12,7 @@
 # START=last it trains the newest model, as in RAFT. With START=first it trains the first model in every round, as in
 # STaR. Left out: STaR's hints for prompts without a right completion, and RAFT's selection by a reward model.
 #
-# Every setting is an environment variable. On a real model:
+# Every setting is an environment variable (TINY=--tiny: MODEL is a checkpoint of the bundled one). On a real model:
 #
 #     MODEL=Qwen/Qwen2.5-0.5B-Instruct DATASET=openai/gsm8k:main SFT="--learning-rate 1e-5 --warmup-steps 10" \
 #         sh examples/expert_iteration.sh
@@ -21,7 +21,8 @@
 set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)
 seed=${1:-1}
-: "${RUNS:=runs/expert_iteration__$seed}" "${MODEL:=$root/models/tiny}" "${DATASET:=$root/data/addition}"
+[ -n "${MODEL:-}" ] || : "${TINY:=--tiny}"
+: "${RUNS:=runs/expert_iteration__$seed}" "${MODEL:=$root/models/tiny}" "${DATASET:=$root/data/addition}" "${TINY:=}"
 : "${ROUNDS:=3}" "${PROMPTS:=512}" "${SAMPLES:=4}" "${PER_PROMPT:=4}" "${EPOCHS:=1}" "${START:=last}"
 : "${EVAL_PROMPTS:=256}" "${MINIBATCH:=64}" "${SFT:=--learning-rate 3e-4 --warmup-steps 4}" "${SAMPLE:=}"
 mkdir -p "$RUNS"
@@ -42,7 +43,7 @@ run() {
 }
 
 evaluate() { # evaluate ROUND MODEL: measure greedy accuracy and pass@1
-    run "eval_$1" grpo.py --model "$2" --dataset "$DATASET" --eval-prompts "$EVAL_PROMPTS" $SAMPLE \
+    run "eval_$1" grpo.py --model "$2" $TINY --dataset "$DATASET" --eval-prompts "$EVAL_PROMPTS" $SAMPLE \
         --num-steps 0 --kl-coef 0 --seed "$seed"
 }
 
@@ -53,15 +54,15 @@ while [ "$round" -lt "$ROUNDS" ]; do
     right=$RUNS/right_$round.jsonl
     if [ ! -e "$right" ]; then
         echo "$right"
-        python "$root/tools/sample.py" --model "$newest" --dataset "$DATASET" --split train --num-prompts "$PROMPTS" \
-            --num-samples "$SAMPLES" --eval-prompts "$EVAL_PROMPTS" --seed "$((seed * 100 + round))" \
-            --keep right --per-prompt "$PER_PROMPT" $SAMPLE --out "$right" >> "$RUNS/log.txt"
+        python "$root/tools/sample.py" --model "$newest" $TINY --dataset "$DATASET" --split train \
+            --num-prompts "$PROMPTS" --num-samples "$SAMPLES" --per-prompt "$PER_PROMPT" --keep right \
+            --eval-prompts "$EVAL_PROMPTS" --seed "$((seed * 100 + round))" $SAMPLE --out "$right" >> "$RUNS/log.txt"
     fi
     steps=$((($(wc -l < "$right") * EPOCHS + MINIBATCH - 1) / MINIBATCH))
     from=$newest
     [ "$START" = last ] || from=$MODEL
-    run "sft_$round" sft.py --model "$from" --dataset "$right" --num-steps "$steps" --minibatch-size "$MINIBATCH" \
-        --eval-prompts 0 --seed "$seed" $SFT
+    run "sft_$round" sft.py --model "$from" $TINY --dataset "$right" --num-steps "$steps" \
+        --minibatch-size "$MINIBATCH" --eval-prompts 0 --seed "$seed" $SFT
     newest=$RUNS/sft_$round/checkpoint
     evaluate "$round" "$newest"
 done

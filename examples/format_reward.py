@@ -6,7 +6,7 @@
 
 It takes the flags of grpo.py. A completion has the format if it is one thought between <think> and </think>, followed
 by something else. The script prints accuracy, format and reward for every rollout and every greedy evaluation, as means
-over its completions. eval/accuracy and pass@k only count is_right.
+over its completions. eval/accuracy and pass@k only count is_correct.
 
 DeepSeek-AI, "DeepSeek-R1: Incentivizing Reasoning Capability in LLMs via Reinforcement Learning" (2025), section 2.2.2
 https://arxiv.org/abs/2501.12948v1. The paper starts from a base model and does not say how it weights the two rewards.
@@ -32,7 +32,7 @@ def has_format(completion):
 
 def score_completions(completions, rows, accuracy_weight=0.8, format_weight=0.2):
     """Return the rewards, and print the means of accuracy, format and reward over this process's completions."""
-    right = [grpo.is_right(completion, row["answer"]) for completion, row in zip(completions, rows)]
+    right = [grpo.is_correct(completion, row["answer"]) for completion, row in zip(completions, rows)]
     formatted = [has_format(completion) for completion in completions]
     rewards = [accuracy_weight * one + format_weight * other for one, other in zip(right, formatted)]
     accuracy, form, reward = (sum(values) / len(completions) for values in (right, formatted, rewards))

@@ -11,7 +11,8 @@
 # its own seed, and so its own prompts. Each round restarts AdamW's moments and the warm-up; the paper does not say
 # whether it does. Left out: the paper also trains its reward model in each iteration; here a rule gives the reward.
 #
-# Every setting is an environment variable; GRPO holds flags of grpo.py. On a real model:
+# Every setting is an environment variable; GRPO holds flags of grpo.py. With TINY=--tiny, MODEL is a checkpoint
+# of the bundled model. On a real model:
 #
 #     MODEL=Qwen/Qwen2.5-0.5B-Instruct DATASET=openai/gsm8k:main STEPS=100 GRPO="--kl-coef 0.04" \
 #         sh examples/iterative_grpo.sh
@@ -20,7 +21,8 @@
 set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)
 seed=${1:-1}
-: "${RUNS:=runs/iterative_grpo__$seed}" "${MODEL:=$root/models/tiny}" "${DATASET:=$root/data/addition}"
+[ -n "${MODEL:-}" ] || : "${TINY:=--tiny}"
+: "${RUNS:=runs/iterative_grpo__$seed}" "${MODEL:=$root/models/tiny}" "${DATASET:=$root/data/addition}" "${TINY:=}"
 : "${ROUNDS:=3}" "${STEPS:=10}" "${EVAL_PROMPTS:=128}" "${GRPO:=--kl-coef 2 --warmup-steps 2}"
 mkdir -p "$RUNS"
 
@@ -42,8 +44,8 @@ run() {
 newest=$MODEL round=0
 while [ "$round" -lt "$ROUNDS" ]; do
     round=$((round + 1))
-    run "round_$round" grpo.py --model "$newest" --dataset "$DATASET" --num-steps "$STEPS" --eval-every "$STEPS" \
-        --eval-prompts "$EVAL_PROMPTS" --seed "$((seed * 100 + round))" $GRPO
+    run "round_$round" grpo.py --model "$newest" $TINY --dataset "$DATASET" --num-steps "$STEPS" \
+        --eval-every "$STEPS" --eval-prompts "$EVAL_PROMPTS" --seed "$((seed * 100 + round))" $GRPO
     newest=$RUNS/round_$round/checkpoint
 done
 

@@ -79,9 +79,9 @@ def compare(policy, pairs):
     margins = []
     for start in range(0, len(pairs), 8):
         part = pairs[start : start + 8]
-        lengths = torch.tensor([[len(pair[name]) for pair in part] for name in ("chosen_ids", "rejected_ids")])
-        chosen, rejected = dpo.pair_logprobs(policy, part).cpu() / lengths  # (2, n)
-        margins.append(chosen - rejected)
+        lengths = torch.tensor([[len(pair["chosen_ids"]), len(pair["rejected_ids"])] for pair in part])
+        means = dpo.pair_logprobs(policy, part).cpu() / lengths  # (n, 2)
+        margins.append(means[:, 0] - means[:, 1])
     return torch.cat(margins)
 
 

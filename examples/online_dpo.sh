@@ -11,7 +11,7 @@
 # EPOCHS epochs. The model that sampled is the reference, so each round has a new one, as in Pang et al. Left out: Pang
 # et al.'s likelihood term in the loss; Guo et al.'s judge model, and their new pairs for every optimizer step.
 #
-# Every setting is an environment variable. On a real model:
+# Every setting is an environment variable (TINY=--tiny: MODEL is a checkpoint of the bundled one). On a real model:
 #
 #     MODEL=Qwen/Qwen2.5-0.5B-Instruct DATASET=openai/gsm8k:main DPO="--learning-rate 1e-6 --warmup-steps 10" \
 #         sh examples/online_dpo.sh
@@ -20,7 +20,8 @@
 set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)
 seed=${1:-1}
-: "${RUNS:=runs/online_dpo__$seed}" "${MODEL:=$root/models/tiny}" "${DATASET:=$root/data/addition}"
+[ -n "${MODEL:-}" ] || : "${TINY:=--tiny}"
+: "${RUNS:=runs/online_dpo__$seed}" "${MODEL:=$root/models/tiny}" "${DATASET:=$root/data/addition}" "${TINY:=}"
 : "${ROUNDS:=2}" "${PROMPTS:=640}" "${SAMPLES:=4}" "${PER_PROMPT:=2}" "${EPOCHS:=1}"
 : "${EVAL_PROMPTS:=256}" "${MINIBATCH:=32}" "${DPO:=--learning-rate 3e-4 --warmup-steps 4}" "${SAMPLE:=}"
 mkdir -p "$RUNS"
@@ -41,7 +42,7 @@ run() {
 }
 
 evaluate() { # evaluate ROUND MODEL: measure greedy accuracy and pass@1
-    run "eval_$1" grpo.py --model "$2" --dataset "$DATASET" --eval-prompts "$EVAL_PROMPTS" $SAMPLE \
+    run "eval_$1" grpo.py --model "$2" $TINY --dataset "$DATASET" --eval-prompts "$EVAL_PROMPTS" $SAMPLE \
         --num-steps 0 --kl-coef 0 --seed "$seed"
 }
 
@@ -52,13 +53,13 @@ while [ "$round" -lt "$ROUNDS" ]; do
     pairs=$RUNS/pairs_$round.jsonl
     if [ ! -e "$pairs" ]; then
         echo "$pairs"
-        python "$root/tools/sample.py" --model "$newest" --dataset "$DATASET" --split train --num-prompts "$PROMPTS" \
-            --num-samples "$SAMPLES" --eval-prompts "$EVAL_PROMPTS" --seed "$((seed * 100 + round))" \
-            --keep pairs --per-prompt "$PER_PROMPT" $SAMPLE --out "$pairs" >> "$RUNS/log.txt"
+        python "$root/tools/sample.py" --model "$newest" $TINY --dataset "$DATASET" --split train \
+            --num-prompts "$PROMPTS" --num-samples "$SAMPLES" --per-prompt "$PER_PROMPT" --keep pairs \
+            --eval-prompts "$EVAL_PROMPTS" --seed "$((seed * 100 + round))" $SAMPLE --out "$pairs" >> "$RUNS/log.txt"
     fi
     steps=$((($(wc -l < "$pairs") * EPOCHS + MINIBATCH - 1) / MINIBATCH))
-    run "dpo_$round" dpo.py --model "$newest" --dataset "$pairs" --num-steps "$steps" --minibatch-size "$MINIBATCH" \
-        --eval-prompts 0 --seed "$seed" $DPO
+    run "dpo_$round" dpo.py --model "$newest" $TINY --dataset "$pairs" --num-steps "$steps" \
+        --minibatch-size "$MINIBATCH" --eval-prompts 0 --seed "$seed" $DPO
     newest=$RUNS/dpo_$round/checkpoint
     evaluate "$round" "$newest"
 done

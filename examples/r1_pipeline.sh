@@ -13,7 +13,8 @@
 #     rl_2    train with format_reward.py on other prompts
 #
 # Left out: data without reasoning, the reward for using a single language, and reward models in the last stage.
-# Every setting is an environment variable. On a real model, with COLD a file of rows {prompt, completion}:
+# Every setting is an environment variable (TINY=--tiny: MODEL is a checkpoint of the bundled one). On a real model,
+# with COLD a file of rows {prompt, completion}:
 #
 #     MODEL=Qwen/Qwen2.5-0.5B DATASET=openai/gsm8k:main COLD=my_cold.jsonl STEPS=100 \
 #         SYSTEM="Think between <think> and </think>, then put your final answer within \\boxed{}." \
@@ -23,7 +24,8 @@
 set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)
 seed=${1:-1}
-: "${RUNS:=runs/r1_pipeline__$seed}" "${MODEL:=$root/models/tiny}" "${DATASET:=$root/data/addition}"
+[ -n "${MODEL:-}" ] || : "${TINY:=--tiny}"
+: "${RUNS:=runs/r1_pipeline__$seed}" "${MODEL:=$root/models/tiny}" "${DATASET:=$root/data/addition}" "${TINY:=}"
 : "${STEPS:=10}" "${PROMPTS:=512}" "${SAMPLES:=4}" "${PER_PROMPT:=4}" "${EPOCHS:=4}" "${EVAL_PROMPTS:=256}"
 : "${SYSTEM:=}" "${MINIBATCH:=64}" "${SFT:=--learning-rate 3e-4 --warmup-steps 4}" "${GRPO:=}" "${SAMPLE:=}"
 mkdir -p "$RUNS"
@@ -46,22 +48,22 @@ run() {
 
 sft() { # sft NAME ROWS: train the base model on the rows for EPOCHS epochs
     steps=$((($(wc -l < "$2") * EPOCHS + MINIBATCH - 1) / MINIBATCH))
-    run "$1" sft.py --model "$MODEL" --dataset "$2" --num-steps "$steps" --minibatch-size "$MINIBATCH" \
-        --eval-prompts 0 --seed "$seed" ${SYSTEM:+--system-prompt "$SYSTEM"} $SFT
+    run "$1" sft.py --model "$MODEL" $TINY --dataset "$2" --num-steps "$steps" \
+        --minibatch-size "$MINIBATCH" --eval-prompts 0 --seed "$seed" ${SYSTEM:+--system-prompt "$SYSTEM"} $SFT
 }
 
 rl() { # rl NAME MODEL SEED: train the model with format_reward.py
-    run "$1" examples/format_reward.py --model "$2" --dataset "$DATASET" --num-steps "$STEPS" --eval-every "$STEPS" \
-        --eval-prompts "$EVAL_PROMPTS" --seed "$3" ${SYSTEM:+--system-prompt "$SYSTEM"} $SAMPLE $GRPO
+    run "$1" examples/format_reward.py --model "$2" $TINY --dataset "$DATASET" --num-steps "$STEPS" --seed "$3" \
+        --eval-every "$STEPS" --eval-prompts "$EVAL_PROMPTS" ${SYSTEM:+--system-prompt "$SYSTEM"} $SAMPLE $GRPO
 }
 
 sft cold "${COLD:-$RUNS/cold.jsonl}"
 rl rl_1 "$RUNS/cold/checkpoint" "$((seed * 100 + 1))"
 if [ ! -e "$RUNS/right.jsonl" ]; then
     echo "$RUNS/right.jsonl"
-    python "$root/tools/sample.py" --model "$RUNS/rl_1/checkpoint" --dataset "$DATASET" --split train --keep right \
-        --num-prompts "$PROMPTS" --num-samples "$SAMPLES" --per-prompt "$PER_PROMPT" --eval-prompts "$EVAL_PROMPTS" \
-        --seed "$seed" ${SYSTEM:+--system-prompt "$SYSTEM"} $SAMPLE --out "$RUNS/right.jsonl" >> "$RUNS/log.txt"
+    python "$root/tools/sample.py" --model "$RUNS/rl_1/checkpoint" $TINY --dataset "$DATASET" --split train $SAMPLE \
+        --num-prompts "$PROMPTS" --num-samples "$SAMPLES" --per-prompt "$PER_PROMPT" --keep right --seed "$seed" \
+        --eval-prompts "$EVAL_PROMPTS" ${SYSTEM:+--system-prompt "$SYSTEM"} --out "$RUNS/right.jsonl" >> "$RUNS/log.txt"
 fi
 grep '<think>' "$RUNS/right.jsonl" > "$RUNS/thoughts.jsonl"
 sft sft "$RUNS/thoughts.jsonl"

@@ -340,7 +340,7 @@ def test_rows_are_left_out_as_in_grpo_but_not_for_the_words_of_a_test(tokenizer,
     monkeypatch.setattr(grpo, "parse_gold", str)  # as on the command line
     row = {"prompt": prompt, "answer": json.dumps([["f()", SAID]])}
     args = grpo.Args(max_prompt_length=8, system_prompt="")
-    found, said = code_reward.read_prompt(grpo.read_prompt, row, args, tokenizer)
+    found, said = code_reward.read_row(grpo.read_row, row, args, tokenizer)
     assert said == reason and (found is None if reason else found["answer"] == row["answer"])
 
 
@@ -356,7 +356,7 @@ def test_the_command_line_refuses_rows_without_tests_and_trains_on_the_reward(tm
         batch, texts = sample(*args)
         return batch, [programs[number % 2] for number in range(len(texts))]
 
-    for name in ("is_right", "parse_gold", "read_prompt", "reward_fn", "score_completions"):
+    for name in ("is_correct", "parse_gold", "read_row", "reward_fn", "score_completions"):
         monkeypatch.setattr(grpo, name, getattr(grpo, name))
     monkeypatch.setattr(grpo, "sample_completions", sample_completions)
     monkeypatch.setattr(sys, "path", [*sys.path])

@@ -1,5 +1,6 @@
 """The reward of examples/instructions.py, and its data: python -m pytest examples/test_example_instructions.py"""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -7,7 +8,7 @@ from collections import Counter
 
 import pytest
 from processes import run_file
-from tiny import ROOT, load_module, read_jsonl
+from tiny import ROOT, SCRIPTS, load_module, read_jsonl
 
 instructions = load_module(ROOT / "examples" / "instructions.py")
 make = load_module(ROOT / "data" / "constraints" / "make.py")
@@ -28,17 +29,17 @@ CASES = [
 ]
 
 
-def is_right(completion, kind, value):
+def is_correct(completion, kind, value):
     constraint = make.TEXTS[kind].format(value)
     answer = json.dumps({"kind": kind, "value": value, "instruction": INSTRUCTION, "constraint": constraint})
-    return instructions.is_right(completion, answer)
+    return instructions.is_correct(completion, answer)
 
 
 @pytest.mark.parametrize("kind, value, good, bad", CASES)
 def test_a_completion_is_right_if_it_meets_its_constraint(kind, value, good, bad):
-    assert is_right(good, kind, value)
-    assert is_right(f"\n {good} \n", kind, value)
-    assert not is_right(bad, kind, value)
+    assert is_correct(good, kind, value)
+    assert is_correct(f"\n {good} \n", kind, value)
+    assert not is_correct(bad, kind, value)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,7 @@ def test_a_completion_is_right_if_it_meets_its_constraint(kind, value, good, bad
     ],
 )
 def test_what_is_no_answer_of_its_own_earns_nothing(kind, value, completion):
-    assert not is_right(completion, kind, value)
+    assert not is_correct(completion, kind, value)
 
 
 def test_training_and_held_out_rows_share_nothing_and_kinds_are_balanced():
@@ -86,16 +87,30 @@ def test_the_present_rule_closes_the_holes_of_the_first_one():
     for row in read_jsonl(ROOT / "benchmark" / "results" / "instructions_hacked.jsonl"):
         kind = json.loads(row["answer"])["kind"]
         before, after = counts.get(kind, (0, 0))
-        counts[kind] = before + row["old_reward"], after + instructions.is_right(row["completion"], row["answer"])
+        counts[kind] = before + row["old_reward"], after + instructions.is_correct(row["completion"], row["answer"])
     assert counts == {"include": (9, 3), "bullets": (18, 12)}
+
+
+@pytest.mark.parametrize("name", ["grpo", *SCRIPTS, "grpo_process"])
+def test_every_script_takes_the_defaults_of_the_example_and_flags_come_later(name, monkeypatch):
+    script, parsed = importlib.import_module(name), []
+    monkeypatch.setattr(script, "main", parsed.append)
+    for changed in ("is_correct", "parse_gold"):  # prepare replaces them
+        monkeypatch.setattr(script, changed, getattr(script, changed))
+    monkeypatch.setattr(sys, "argv", ["instructions.py", name, "--model", "mine", "--num-steps", "3"])
+    instructions.main()
+    [args] = parsed
+    assert (args.model, args.num_steps, args.prompts_per_step, args.max_prompt_length) == ("mine", 3, 16, 160)
+    assert getattr(args, "minibatch_size", 64) == 64 and getattr(args, "kl_coef", 0.0) == 0.0
 
 
 @pytest.mark.slow
 def test_a_run_counts_constraints(tmp_path):
     """With a bundled model, which can only add: the reward is 0 or 1, and accuracy counts the same."""
-    flags = "--prompts-per-step 2 --num-steps 1 --eval-prompts 4 --minibatch-size 16 --max-prompt-length 200".split()
-    run_file(ROOT / "examples" / "instructions.py", "gspo", *flags, "--run-dir", tmp_path / "run")
+    flags = "--prompts-per-step 2 --num-steps 1 --eval-prompts 4 --minibatch-size 16 --max-prompt-length 200"
+    flags += " --max-completion-length 48"
+    run_file(ROOT / "examples" / "instructions.py", "gspo", *flags.split(), "--run-dir", tmp_path / "run")
     lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert lines[-1]["eval/accuracy"] == lines[-1]["eval/reward"]
     for row in read_jsonl(tmp_path / "run" / "eval_samples.jsonl"):
-        assert row["reward"] == instructions.is_right(row["completion"], row["answer"])
+        assert row["reward"] == instructions.is_correct(row["completion"], row["answer"])

@@ -57,7 +57,7 @@ def test_what_the_rewards_pay_by_hand():
 def test_the_shell_script_trains_goes_on_and_shows(tmp_path, monkeypatch):
     line = re.search(r'"python sft.py" \\\n *"(.*)"', (ROOT / "examples" / "sorting" / "run.sh").read_text())[1]
     flags = re.findall(r"--([a-z-]+)", line)  # of the base model, which this test does not train
-    assert len(flags) == 3 and {flag.replace("-", "_") for flag in flags} <= vars(sft.Args()).keys()
+    assert len(flags) == 4 and {flag.replace("-", "_") for flag in flags} <= vars(sft.Args()).keys()
     base = tmp_path / "base"
     (base / "state" / "00000300").mkdir(parents=True)  # the run looks finished, so run.sh does not train it
     shutil.copytree(ROOT / "models" / "tiny", base / "checkpoint")

@@ -100,6 +100,14 @@ def logged(stage):
     return [{key: value for key, value in line.items() if not key.startswith("perf/")} for line in lines]
 
 
+def test_another_model_has_its_own_settings_unless_it_is_said_to_be_a_checkpoint_of_the_bundled_one(monkeypatch):
+    asked = []
+    monkeypatch.setattr(sys.modules[__name__], "do", lambda words, *_: asked.append(words) or 1)
+    for settings in ({}, {"MODEL": "mine"}, {"MODEL": "mine", "TINY": "--tiny"}):
+        call("iterative_grpo", monkeypatch, status=1, **settings)
+    assert ["--tiny" in words for words in asked] == [True, False, True]
+
+
 @pytest.mark.parametrize("name", STAGES)
 def test_stages_go_on_from_each_other_and_a_second_call_only_prints_the_table(name, monkeypatch):
     lines, asked = call(name, monkeypatch)
@@ -123,7 +131,7 @@ def check_pipeline(asked):
     cold, right, rows = map(read_jsonl, ("runs/cold.jsonl", "runs/thoughts.jsonl", "sums/train.jsonl"))
     assert len(cold) == 256 and all(format_reward.has_format(row["completion"]) for row in cold)
     answers = {row["prompt"]: row["answer"] for row in rows}
-    assert right and all(grpo.is_right(row["completion"], answers[row["prompt"]]) for row in right)
+    assert right and all(grpo.is_correct(row["completion"], answers[row["prompt"]]) for row in right)
     assert all(format_reward.has_format(row["completion"]) for row in right)
 
 
@@ -154,7 +162,7 @@ def test_the_shells_run_their_stages_alike_and_are_short():
     texts = [(ROOT / "examples" / f"{name}.sh").read_text() for name in STAGES]
     for name in ("run", "show"):
         assert len({text[text.index(f"\n{name}() {{") :].partition("\n}\n")[0] for text in texts}) == 1
-    assert all(text.count("\n") <= 80 and "set -eu\n" in text for text in texts)
+    assert all(text.count("\n") <= 81 and "set -eu\n" in text for text in texts)
 
 
 # ---- accuracy and format
@@ -189,7 +197,7 @@ def test_its_runs_log_accuracy_by_the_rule_and_go_on():
     samples = read_jsonl("runs/a/eval_samples.jsonl")
     for line in logged("a")[::2]:
         own = [sample for sample in samples if sample["step"] == line["step"]]
-        right = [grpo.is_right(sample["completion"], sample["answer"]) for sample in own]
+        right = [grpo.is_correct(sample["completion"], sample["answer"]) for sample in own]
         form = [format_reward.has_format(sample["completion"]) for sample in own]
         assert line["eval/accuracy"] == sum(right) / 4
         assert line["eval/reward"] == pytest.approx((0.8 * sum(right) + 0.2 * sum(form)) / 4)
@@ -230,6 +238,7 @@ def test_its_task_is_its_data_and_its_instruction_unless_flags_or_a_run_say_othe
             runpy.run_path(str(ROOT / "examples" / "one_sentence.py"), run_name="__main__")
     usual, other, resumed = parsed
     assert usual.seed == 2 and Path(usual.dataset, "test.jsonl").exists()
+    assert (usual.prompts_per_step, usual.max_prompt_length, usual.learning_rate) == (16, 160, 1e-5)
     assert usual.system_prompt == other.system_prompt == one_sentence.ASK and Path(other.dataset).name == "sums"
     assert str(one_sentence.MOST) in one_sentence.ASK and one_sentence.WORD in one_sentence.ASK
     assert (resumed.dataset, resumed.system_prompt) == ("mine", "Sing.")

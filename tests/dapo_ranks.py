@@ -35,9 +35,9 @@ def assign(rows, groups, place=0):
 
 def write_completion(prompt, letter):
     """Return the text of a completion that has, with its stop token, the tokens of its kind."""
-    is_right, length = KINDS[letter]
+    is_correct, length = KINDS[letter]
     answer = sum(int(term) for term in prompt.removesuffix("=").split("+"))
-    if not is_right:
+    if not is_correct:
         answer += 1
     filling = "1" * (length - len(str(answer)) - 5)  # the two marks of thought, the box and the stop token
     return f"<think>{filling}</think>\\boxed{{{answer}}}"

@@ -82,12 +82,14 @@ def run_reward_model(share, device, rows):
 def run_dpo(share, device, rows):
     args = dpo.Args(microbatch_tokens=BUDGET, beta=0.3, label_smoothing=0.1)
     reference = dpo.prepare_model(dpo.LogprobModel(build_model("llama", scale=5.5)), args, device)
-    ref_logprobs = dpo.look_up_pairs(reference, PAIRS, args)
+    pairs = [dict(pair) for pair in PAIRS]
+    dpo.add_ref_logprobs(reference, pairs, args)
     policy = dpo.prepare_model(dpo.LogprobModel(build_model("llama")), args, device)
-    pairs = [pair | {"ref_logprobs": found} for pair, found in zip(PAIRS, ref_logprobs)]
     own = [pairs[i] for i in share if i in rows]
     collected = dpo.accumulate_gradients(policy, own, 8 / dist.get_world_size(), args)
-    results = results_of(policy, sum_over_ranks(add_pairs(collected)), references=torch.tensor(ref_logprobs))
+    results = results_of(
+        policy, sum_over_ranks(add_pairs(collected)), references=torch.stack([pair["ref_logprobs"] for pair in pairs])
+    )
     results["evaluations"] = [dpo.evaluate(policy, pairs[:count], args) for count in (8, 3, 1)]
     return results
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-MARKER = "# ---- below: what the scripts of this repository share, as identical copies, in the order of use\n"
+MARKER = "# ---- below: what several scripts share, as identical copies, in the order of use\n"
 REFERENCED = ("grpo", "grpo_process")
 ONLINE = ("reinforce", *REFERENCED, "dr_grpo", "dapo", "gspo", "cispo", "grpo_tools")
 PAIRS = ("reward_model", "dpo")
@@ -21,47 +21,48 @@ def without(scripts, *names):
 
 # {scripts: what is identical in them}; a name comes twice where two families have each their own.
 SHARED = {
-    ALL: """RANK WORLD_SIZE inner_bar LORA_ALPHA LINEAR_LAYERS parse_args init_ranks multiplies_bfloat16
-        load_splits find_column as_messages without_nulls encode_prompt find_turn_end max_context add_adapters
-        find_blocks prepare_model use_bfloat16 add_rounding_noise in_bfloat16 cast open_run load_state
-        all_reduce catch_signals append_line mean_metrics pick_rows mix_seed step_optimizer save merge_adapters
-        end_run""",
-    LOGPROBS: "load_model token_logprobs head_logprobs",
-    SAMPLED: """is_right reward_fn score_completions k3 ANSWER_COLUMNS EVAL_SAMPLES NOTATIONS NUMBER load_prompts
-        parse_gold extract_answer read_braces parse_answer check_rewards check_model show_first_prompt
-        pad_left gathered sample_tokens are_right microbatches check_sampler""",
+    ALL: """RANK WORLD_SIZE inner_bar FORMATS SEPARATORS LORA_ALPHA LINEAR_LAYERS parse_args init_ranks
+        multiplies_bfloat16 load_splits find_column as_messages without_nulls find_turn_end add_adapters
+        find_blocks prepare_model use_bfloat16 add_rounding_noise in_bfloat16 cast init_moments open_run
+        track_run load_state all_reduce stop_requested append_line mean_metrics pick_rows mix_seed
+        step_optimizer save merge_adapters end_run""",
+    without(ALL, "ppo_rlhf"): "PATHS",
+    LOGPROBS: "load_model",
+    SAMPLED: """is_correct reward_fn score_completions k3 ANSWER_COLUMNS EVAL_SAMPLES NOTATIONS NUMBER load_rows
+        read_rows encode_prompt parse_gold extract_answer read_braces parse_answer check_rewards check_model
+        show_first_row token_logprobs head_logprobs pad_left gathered sample_tokens are_correct microbatches
+        check_sampler catch_signals""",
     without(ALL, "sft"): "PROMPT_COLUMNS",
     without(SAMPLED, "grpo_tools"): "generate sample_completions",
     without(SAMPLED, "reinforce"): "compute_logprobs",
-    ONLINE: "READ_COLUMNS evaluate read_prompts read_prompt rollout_metrics log_group log_step LogprobModel",
+    ONLINE: "READ_COLUMNS evaluate read_row rollout_metrics log_group log_step LogprobModel",
     without(ONLINE, "reinforce"): "check_args",
     (*REFERENCED, "ppo_rlhf"): "without_adapters LoraLinear",
     without(ALL, *REFERENCED, "ppo_rlhf"): "LoraLinear",
-    ("sft", "dpo", "reward_model"): "check_args",
-    ("sft", "dpo"): "check_model",
+    ("sft", "dpo", "reward_model"): "check_args encode_prompt catch_signals",
+    ("sft", "dpo"): "check_model token_logprobs head_logprobs LogprobModel",
     ("sft", "dpo", "reward_model", "ppo_rlhf"): "encode_completion pad log_step",
     ("dpo", "reward_model", "ppo_rlhf"): "parse_dialogue",
-    PAIRS: "READ_COLUMNS FILLER load_pairs read_pairs read_pair split_pair microbatches count_tokens",
+    PAIRS: "READ_COLUMNS load_pairs read_pairs read_pair split_pair microbatches count_tokens",
     ("sft", "ppo_rlhf"): "COMPLETION_COLUMNS read_chat find_chat read_turn",
     ("reward_model", "ppo_rlhf"): "load_reward_model sequence_scores hidden_states",
 }
 # [(name, the scripts in which it is identical)]
 SHARED = [(name, scripts) for scripts, names in SHARED.items() for name in names.split()]
 # What has one name and differs by design: everywhere, or in scripts that are not in the table.
-OWN = {*"HERE PLAIN_NUMBER Args compute_advantages policy_loss preference_loss accumulate_gradients main".split()}
+OWN = {*"HERE PLAIN_NUMBER FILLER Args TINY compute_advantages policy_loss preference_loss".split()}
+OWN |= {"accumulate_gradients", "main"}
 OWN_OF = {
     "evaluate": {"ppo_rlhf", "reward_model", "sft", "dpo"},
     "check_args": {"reinforce", "ppo_rlhf"},
     "check_model": {"reward_model"},
-    "LogprobModel": {"sft", "dpo"},
     "generate": {"grpo_tools"},
     "sample_completions": {"grpo_tools"},
-    "read_prompts": {"ppo_rlhf"},
-    "read_prompt": {"ppo_rlhf"},
+    "read_row": {"ppo_rlhf"},
+    "PATHS": {"ppo_rlhf"},
     "rollout_metrics": {"ppo_rlhf"},
     "microbatches": {"sft"},
     "count_tokens": {"sft"},
-    "FILLER": {"sft"},
     "PROMPT_COLUMNS": {"sft"},
     "READ_COLUMNS": {"sft", "ppo_rlhf"},
 }

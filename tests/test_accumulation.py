@@ -39,11 +39,11 @@ def test_what_the_exact_gradients_of_other_tests_enumerate_is_all_that_generate_
 # ---- gradients that are accumulated, whatever the microbatches, padding and order
 
 
-def accumulate(script, policy, batch, indices=range(8), is_first=False, **settings):
+def accumulate(script, policy, batch, indices=range(8), **settings):
     """Gradient and metrics of one optimizer step over these completions."""
     policy.zero_grad()
     indices, args = torch.tensor([*indices], dtype=torch.long), make_args(script, **settings)
-    metrics = call_accumulate_gradients(script, policy, batch, indices, args, is_first)
+    metrics = call_accumulate_gradients(script, policy, batch, indices, args)
     gradients = [parameter.grad.flatten() for parameter in policy.parameters()]
     return torch.cat(gradients), metrics
 
@@ -78,17 +78,19 @@ def check(alone, script, policy, batch):  # noqa: ARG001
     return call
 
 
-@pytest.mark.parametrize("is_first", [False, True])
-def test_accumulated_gradient_is_that_of_the_mean_loss(script, policy, batch, is_first):
+@pytest.mark.parametrize("is_only", [False, True])
+def test_accumulated_gradient_is_that_of_the_mean_loss(script, policy, batch, is_only):
+    """Without old_logprobs the policy is its own old policy: the update is the only one of its step."""
     inputs = [batch[key] for key in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")]
     logprobs, entropies = script.token_logprobs(policy.model, *inputs, 0.7)
     inputs = batch | {"logprobs": logprobs}
-    if is_first:
+    if is_only:
+        del batch["old_logprobs"]
         inputs["old_logprobs"] = logprobs.detach()
     if script is SCRIPTS["grpo_tools"]:
         inputs["completion_mask"] = batch["action_mask"]
     loss, expected = call_policy_loss(script, make_args(script), **inputs)
-    gradient, metrics = accumulate(script, policy, batch, is_first=is_first)
+    gradient, metrics = accumulate(script, policy, batch)
     assert relative_error(gradient, gradient_of(policy, loss / 8)) < 1e-12
     mask = inputs["completion_mask"]
     expected |= {"policy/entropy": ((entropies * mask).sum(), mask.sum()), "loss/policy": (loss.detach(), 8)}

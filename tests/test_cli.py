@@ -12,7 +12,7 @@ from dataclasses import fields
 
 import pytest
 import torch
-from tiny import ROOT, TINY, edit_json, exit_line, parse, read_jsonl, write_jsonl
+from tiny import ROOT, TINY, exit_line, load_module, parse, read_jsonl, write_jsonl
 from tiny import SCRIPTS as OF_COMPLETIONS
 from transformers import AutoModelForCausalLM
 
@@ -28,8 +28,6 @@ SCRIPTS = [*OF_COMPLETIONS.values(), grpo_process]
 HELPED = [*SCRIPTS, reward_model, dpo, ppo_rlhf, sft]
 SMALL = {"num_steps": 1, "prompts_per_step": 2, "group_size": 2, "minibatch_size": 2, "max_completion_length": 4}
 SMALL |= {"eval_prompts": 2}
-TASK_DEFAULTS = json.loads((TINY / "config.json").read_text())["task_defaults"]
-each_parser = pytest.mark.parametrize("script", [grpo, sft])  # the two that differ
 
 
 @pytest.fixture
@@ -51,7 +49,7 @@ def small(script):
     return {name: value for name, value in given.items() if name in names_of(script)}
 
 
-CONTEXT = "^the maximum lengths add up to [23][0-9]{2} tokens, but the model's context has only 256"
+CONTEXT = "add up to [23][0-9]{2} tokens, but the model's context has only 256; a checkpoint of .* needs --tiny$"
 BAD_CASES = [(script, {"max_completion_length": 250}, CONTEXT) for script in (grpo, dpo, ppo_rlhf)]
 BAD_CASES += [
     (grpo, {"minibatch_size": 3}, "^--minibatch-size 3 must divide --prompts-per-step times --group-size$"),
@@ -78,57 +76,73 @@ def test_a_run_folder_that_exists_is_left_alone(folder, content):
     assert {path.name: path.read_text() for path in (folder / "mine").iterdir()} == content
 
 
-def test_a_tilde_is_the_home_folder_and_other_paths_are_kept_whole(folder, monkeypatch):
-    """Shells expand ~ only at the beginning of a word. A run may be resumed in another folder."""
-    monkeypatch.setenv("HOME", str(folder / "home"))
-    args = parse(grpo, model=os.path.relpath(TINY), dataset="sums.jsonl", run_dir="~/runs/mine")
+def test_paths_become_absolute_and_names_stay(folder):
+    """A run may be resumed from another folder. A name on the hub is no path, and an empty setting is none either."""
+    args = parse(grpo, model=os.path.relpath(TINY), dataset="sums.jsonl")
     assert (args.model, args.dataset) == (str(TINY), str(folder / "sums.jsonl"))
-    assert args.run_dir == str(folder / "home/runs/mine")
     assert parse(grpo, dataset="openai/gsm8k:main").dataset == "openai/gsm8k:main"
-    shutil.copytree(TINY, folder / "home/model")
-    assert parse(grpo, model="~/model", num_steps=3).model == str(folder / "home/model")
+    shutil.copytree(TINY, "scorer")
+    args = parse(ppo_rlhf, reward_model="scorer", ptx_dataset="sums.jsonl")
+    assert (args.reward_model, args.ptx_dataset) == (str(folder / "scorer"), str(folder / "sums.jsonl"))
+    args = parse(ppo_rlhf, reward_model="none")
+    assert (args.reward_model, args.ptx_dataset) == ("none", "")
 
 
-def defaults_of(script):
-    """The settings of a script for the bundled models: its own defaults, the general ones of the model, its own."""
-    own = TASK_DEFAULTS.get(f"{script.__name__}.py", {})
-    assert {*own} <= {*names_of(script)}
-    named = {name: value for name, value in (TASK_DEFAULTS | own).items() if name in names_of(script)}
-    return vars(script.Args()) | named, named
+GIVEN = {"num_steps": 7, "learning_rate": 0.25, "system_prompt": "x", "precision": "auto", "track": True}
 
 
 @pytest.mark.parametrize("script", HELPED)
-def test_defaults_of_the_bundled_model_apply_and_one_line_names_them(script, capsys):
-    expected, named = defaults_of(script)
-    assert vars(parse(script)) == expected and len(named) > 5
-    [line] = re.findall("^defaults from .*", capsys.readouterr().out, re.MULTILINE)
-    assert line == f"defaults from the model's config.json (your flags replace them): {named}"
-    given = {"num_steps": 7, "learning_rate": 0.25, "system_prompt": "x", "precision": "auto", "track": True}
-    assert vars(parse(script, **given)) == expected | given
+def test_the_bundled_model_has_its_settings_and_another_model_those_of_args(script, tmp_path):
+    tiny = vars(script.Args(**script.TINY))
+    assert vars(parse(script)) == tiny and len(script.TINY) > 8
+    assert vars(parse(script, **GIVEN)) == tiny | GIVEN
+    other = {"model": str(tmp_path)}  # whatever is in it
+    assert vars(parse(script, **other)) == vars(script.Args()) | other
+    assert vars(parse(script, tiny=True, **other, **GIVEN)) == tiny | other | GIVEN | {"tiny": True}
 
 
-@each_parser
-def test_a_model_without_defaults_of_its_own_gets_those_of_the_script(script, tmp_path):
-    model = shutil.copytree(TINY, tmp_path / "model")
-    edit_json(model / "config.json", task_defaults={"no_such_flag": 1, "other": {"num_steps": 3}})
-    assert parse(script, model=model) == script.Args(model=str(model))
-    task_defaults = {"num_steps": 5, "seed": 6, f"{script.__name__}.py": {"num_steps": 4}}
-    edit_json(model / "config.json", task_defaults=task_defaults)
-    assert parse(script, model=model) == script.Args(model=str(model), num_steps=4, seed=6)
+@pytest.mark.parametrize("script", HELPED)
+def test_help_shows_what_would_run(script, capsys):
+    shown = {}
+    for flags in ({}, {"model": "other"}, {"model": "other", "tiny": True}):
+        with pytest.raises(SystemExit, match="^0$"):
+            parse(script, help=True, **flags)
+        out = " ".join(re.sub("[│╭╰─╮╯]", " ", capsys.readouterr().out).split())
+        shown[len(flags)] = re.search(r"--learning-rate FLOAT.*?\(default: ([^)]*)\)", out)[1]
+    rates = [float(shown[count]) for count in range(3)]
+    assert rates == [script.TINY["learning_rate"], script.Args().learning_rate, script.TINY["learning_rate"]]
 
 
-@each_parser
+@pytest.mark.parametrize("script", [grpo, sft])
 def test_resume_takes_the_settings_of_the_run_and_flags_override_them(script, tmp_path, capsys):
     settings = vars(parse(script, num_steps=5, learning_rate=0.25))
-    (tmp_path / "args.json").write_text(json.dumps(settings))
+    kept = {"script": f"{script.__name__}.py", "run_dir": "elsewhere", "clip_range": 3}
+    (tmp_path / "args.json").write_text(json.dumps(settings | kept))
     capsys.readouterr()
-    (tmp_path / "args.json").write_text(json.dumps(settings | {"run_dir": "elsewhere"}))
     assert vars(parse(script, resume=tmp_path)) == settings | {"resume": str(tmp_path)}
+    said = capsys.readouterr().out
+    assert said == f"{tmp_path}/args.json: settings that this version does not have are ignored: clip_range\n"
     given = {"num_steps": 9, "precision": "bfloat16", "seed": 3}
     assert vars(parse(script, resume=tmp_path, **given)) == settings | {"resume": str(tmp_path)} | given
-    with pytest.raises(SystemExit, match="--lora-rank must stay 0$"):
-        parse(script, resume=tmp_path, lora_rank=8)
-    assert "defaults from" not in capsys.readouterr().out
+
+
+def test_what_decides_which_rows_are_held_out_stays_as_it_was(folder):
+    """Other values would train on rows that an evaluation then counts, or evaluate on trained ones."""
+    write_jsonl("other.jsonl", [])
+    settings = {"script": "grpo.py"} | vars(parse(grpo, dataset="sums.jsonl"))
+    (folder / "args.json").write_text(json.dumps(settings))
+    for name, value in {"dataset": "other.jsonl", "eval_prompts": 3, "lora_rank": 2}.items():
+        with pytest.raises(SystemExit, match=f"^--resume {folder}: {name} must stay {settings[name]}, as in .*json$"):
+            parse(grpo, resume=folder, **{name: value})
+    assert parse(grpo, resume=folder, dataset="sums.jsonl", eval_prompts=512, lora_rank=0).resume == str(folder)
+
+
+@pytest.mark.parametrize("environment, expected", [({"WORLD_SIZE": "4"}, 1), ({"WORLD_SIZE": "4", "RANK": "2"}, 4)])
+def test_only_torchrun_makes_several_ranks(environment, expected, monkeypatch):
+    """Some clusters set WORLD_SIZE for each of their jobs."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert load_module(ROOT / "grpo.py").WORLD_SIZE == expected
 
 
 @pytest.mark.parametrize("script", HELPED)
@@ -183,7 +197,7 @@ for folder, flags in json.loads(sys.argv[1]):
 
 
 def copied_settings(script):
-    return small(script) | {"model": str(TINY)}
+    return small(script) | {"model": str(TINY), "max_prompt_length": 64, "system_prompt": "", "precision": "float32"}
 
 
 @pytest.fixture(scope="module")
@@ -217,7 +231,7 @@ def test_help_works_on_an_ascii_console_and_writes_nothing(copied, script):
     assert f"usage: {script.__name__}.py" in text
     assert [path.name for path in place.iterdir()] == [f"{script.__name__}.py"]
     assert all(re.search(rf"--{name.replace('_', '-')}\b", text) for name in names_of(script))
-    assert f"(default: {script.Args().seed})" in text
+    assert f"(default: {script.TINY['learning_rate']})" in text
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -228,7 +242,7 @@ def test_a_script_copied_elsewhere_writes_all_parts_of_its_run(copied, script):
     parts = {"args.json", "metrics.jsonl", "samples.jsonl", "eval_samples.jsonl", "checkpoint", "state"}
     assert {path.name for path in run.iterdir()} == parts
     assert [path.name for path in (run / "state").iterdir()] == ["00000001"]
-    expected = defaults_of(script)[0] | copied_settings(script) | {"dataset": str(place / "sums.jsonl")}
+    expected = vars(script.Args()) | copied_settings(script) | {"dataset": str(place / "sums.jsonl")}
     assert json.loads((run / "args.json").read_text()) == {"script": f"{script.__name__}.py"} | expected
     assert [line["step"] for line in read_jsonl(run / "metrics.jsonl")] == [0, 1]
     [group] = read_jsonl(run / "samples.jsonl")  # one a step
@@ -236,4 +250,3 @@ def test_a_script_copied_elsewhere_writes_all_parts_of_its_run(copied, script):
     model = AutoModelForCausalLM.from_pretrained(run / "checkpoint", dtype="auto")
     assert model.dtype == torch.float32
     assert all(weight.isfinite().all() for weight in model.parameters())
-    assert vars(parse(script, model=run / "checkpoint")) == defaults_of(script)[0] | {"model": f"{run}/checkpoint"}

@@ -137,9 +137,9 @@ def test_first_groups_with_signal_are_kept_in_order(monkeypatch, name, place):
     rounds = script(monkeypatch, groups, place)
     model, tokenizer = load(dapo, TINY)
     args = dapo.Args(**SIZES)
-    prompts = [dapo.read_prompt(row, args, tokenizer)[0] for row in ROWS]
+    prompts = [dapo.read_row(row, args, tokenizer)[0] for row in ROWS]
     policy = dapo.LogprobModel(model)
-    batch, texts, repeated, rewards, kept = dapo.sample_groups(policy, tokenizer, prompts, place, args)
+    batch, texts, repeated, rewards, kept = dapo.sample_groups(policy, tokenizer, prompts, place, args, [])
     sampled = dapo.pick_rows(prompts, place, len(groups), 1)
     assert len(rounds) == len(letters.split())
     assert sum(rounds, []) == [prompt["prompt"] for prompt in sampled]
@@ -149,7 +149,7 @@ def test_first_groups_with_signal_are_kept_in_order(monkeypatch, name, place):
     assert (found.diff(dim=1) == 1).all()
     kinds = [KINDS[kind] for group in groups for kind in dapo_ranks.GROUPS[group]]
     lengths = batch["completion_mask"].sum(1)
-    assert rewards == [is_right for is_right, _ in kinds]
+    assert rewards == [is_correct for is_correct, _ in kinds]
     assert lengths.tolist() == [length for _, length in kinds]
     assert len(texts) == len(kinds)
     for prompt, ids, mask in zip(repeated, batch["prompt_ids"], batch["prompt_mask"]):
@@ -256,10 +256,11 @@ def test_the_overlong_buffer_is_a_fifth_of_the_limit_by_default(tmp_path, monkey
     assert settings == [48, 9]
 
 
-def test_prompts_of_steps_after_the_state_that_is_resumed_are_not_counted(tmp_path):
+def test_a_resumed_run_goes_on_with_the_prompts_after_those_of_its_state(tmp_path):
+    """The count is part of the saved state: the log may be edited, or moved away."""
     *_, last = train(tmp_path, num_steps=2, save_every=1)
-    with (tmp_path / "run" / "metrics.jsonl").open("a") as log:
-        log.write('{"step": 3, "rollout/prompts_consumed": 999}\n')
+    log = tmp_path / "run" / "metrics.jsonl"
+    log.write_text('{"step": 2, "rollout/prompts_consumed": 999}\n')
     dapo.main(parse(dapo, resume=tmp_path / "run", num_steps=3))
     *_, resumed = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     consumed = resumed["rollout/prompts_consumed"] - last["rollout/prompts_consumed"]

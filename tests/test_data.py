@@ -1,5 +1,6 @@
 """Rows of prompts and of pairs: what is read, left out and refused: python -m pytest tests/test_data.py"""
 
+import gzip
 import json
 import re
 import subprocess
@@ -24,7 +25,7 @@ ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(1, 11)]
 def load(dataset, tokenizer, **settings):
     """Training and held-out prompts."""
     args = {"max_prompt_length": 32, "eval_prompts": 0, "system_prompt": ""} | settings
-    return grpo.load_prompts(grpo.Args(dataset=str(dataset), **args), tokenizer)
+    return grpo.load_rows(grpo.Args(dataset=str(dataset), **args), tokenizer)
 
 
 def load_rows(folder, rows, tokenizer, file="rows.jsonl", **settings):
@@ -46,7 +47,7 @@ def test_a_file_gives_a_fifth_of_its_rows_as_held_out_at_most(tmp_path, tokenize
         train, held_out = load(dataset, tokenizer, eval_prompts=eval_prompts)
         assert prompts_of(held_out) == expected
         assert prompts_of(train) == [prompt for prompt in prompts_of(ROWS) if prompt not in expected]
-        line = f"{dataset}: {len(expected)} of {len(ROWS)} rows of split train are held out; unread columns: []\n"
+        line = f"{dataset}: {len(expected)} of {len(ROWS)} rows of train are held out; unread columns: []\n"
         assert line in capsys.readouterr().out
 
 
@@ -101,7 +102,7 @@ def test_a_test_split_alone_is_evaluated_but_not_trained_on(tmp_path, tokenizer)
     train, held_out = load(tmp_path, tokenizer, eval_prompts=4, num_steps=0)
     assert train == []
     assert len(held_out) == 4
-    with pytest.raises(SystemExit, match=f"^{tmp_path}: no prompt is left for training$"):
+    with pytest.raises(SystemExit, match=f"^{tmp_path}: no row is left for training$"):
         load(tmp_path, tokenizer, eval_prompts=4)
 
 
@@ -149,20 +150,39 @@ def test_a_prompt_has_its_answer_and_the_other_columns_of_its_row(tmp_path, toke
 
 @pytest.mark.parametrize(
     "value, text",
-    [(0.00001, "0.00001"), (3.0, "3.0"), (72, "72"), (10**30, "1" + "0" * 30), (None, ""), (float("nan"), "")]
+    [(0.00001, "1e-05"), (3.0, "3.0"), (72, "72"), (10**30, "1" + "0" * 30), (None, ""), (float("nan"), "")]
     + [("007", "007"), ("[1, 2]", "[1, 2]"), ([user("1")], [user("1")]), (True, "true"), ({"a": None}, '{"a": null}')],
 )
 def test_a_column_is_a_text_or_messages_whatever_it_was_read_as(value, text):
     assert grpo.find_column({"other": "x", "answer": value, "solution": "y"}, ("prompt", "answer", "solution")) == text
 
 
+AS_WRITTEN = ["2", "007", "3.10", "+5", "1e5", "123456789012345678901", "true", "NA", "1_000", "2020-01-02"]
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".csv.gz"])
 @pytest.mark.parametrize("gap", ["", "nan"])
-def test_numbers_of_a_csv_keep_their_digits_beside_a_gap(tmp_path, tokenizer, gap):
-    """A missing value would make the column one of floats: 12345678901234567 would become ...568, and 2 be 2.0."""
-    (tmp_path / "rows.csv").write_text(f"prompt,answer\n1+1=,2\n1+2=,{gap}\n1+3=,12345678901234567\n1+4=,0.50\n")
-    train, _ = load(tmp_path / "rows.csv", tokenizer)
-    answers = [prompt["answer"] for prompt in train if prompt["answer"] != gap]
-    assert answers == ["2", "12345678901234567", "0.50"]
+def test_columns_of_a_csv_are_texts_as_they_are_written(tmp_path, tokenizer, gap, suffix):
+    """Prompts and answers alike; a gap in a column makes no 2.0 of a 2."""
+    lines = [f"{text},{text}\n" for text in [*AS_WRITTEN, gap]]
+    text = "prompt,answer\n" + "".join(lines)
+    path = tmp_path / f"rows{suffix}"
+    if suffix == ".tsv":
+        text = text.replace(",", "\t")
+    with gzip.open(path, "wt") if suffix.endswith("gz") else path.open("w") as file:
+        file.write(text)
+    train, _ = load(path, tokenizer)
+    assert [(row["prompt"], row["answer"]) for row in train if row["prompt"] != gap] == [(x, x) for x in AS_WRITTEN]
+
+
+def test_a_file_is_read_whatever_is_in_its_name(tmp_path, tokenizer):
+    """Brackets and question marks are no patterns, which would read rows1.jsonl, and a colon names no config."""
+    for name in ("rows[1].jsonl", "rows?.jsonl", "ROWS.JSONL", "a:b.jsonl", "at 10:30.csv", "a:b"):
+        write_rows(tmp_path / "rows1.jsonl", ROWS[:5])
+        path = tmp_path / name
+        write_rows(path / "train.jsonl" if name == "a:b" else path, ROWS)
+        train, _ = load(path, tokenizer, eval_prompts=0)
+        assert len(train) == len(ROWS), name
 
 
 @pytest.mark.parametrize(
@@ -170,10 +190,9 @@ def test_numbers_of_a_csv_keep_their_digits_beside_a_gap(tmp_path, tokenizer, ga
     [
         ({"prompt": ["a"], "answer": "2"}, "TypeError"),
         ({"prompt": [{"from": "human", "value": "1+1="}], "answer": "2"}, "KeyError.'role'"),
-        ({"prompt": "1+1=", "answer": ["2"]}, "'list' object has no attribute"),
+        ({"prompt": "1+1=", "answer": ["2"]}, "column answer: an answer must be a text, not a list"),
+        ({"prompt": "1+1=", "solution": ["2"]}, "column solution: an answer must be a text, not a list"),
         ({"prompt": "1+1=", "answer": datetime(2020, 1, 2)}, "datetime is not JSON serializable"),
-        ({"prompt": "1+1=", "answer": -(2.0**53)}, "may have lost digits: write large numbers in quotes"),
-        ({"prompt": "1+1=", "result": "2"}, "no column answer, solution or ground_truth: rename a column"),
         ({"prompt": "1+1=", "answer": "2", "tools": "add"}, "Tools should either be a JSON schema"),
     ],
 )
@@ -187,9 +206,9 @@ def test_what_the_model_reads_is_printed(tmp_path, tokenizer, capsys):
     """The first prompt with its special tokens, its answer and how it is read, and the tokens that end a completion."""
     [prompt, *_], _ = load_rows(tmp_path, ROWS, tokenizer)
     capsys.readouterr()
-    grpo.show_first_prompt(prompt | {"answer": "1+1=2 #### 2"}, grpo.load_model(TINY, tokenizer), tokenizer)
+    grpo.show_first_row(prompt | {"answer": "1+1=2 #### 2"}, grpo.load_model(TINY, tokenizer), tokenizer)
     lines = ["the first prompt: '<|user|>1+1=<|assistant|>'", "its answer: '1+1=2 #### 2'"]
-    lines += ["a right completion must give: 2", "tokens that end a completion: ['<|end|>']"]
+    lines += ["a correct completion must give: 2", "tokens that end a completion: ['<|end|>']"]
     assert capsys.readouterr().out.splitlines() == lines
 
 
@@ -197,7 +216,7 @@ def test_what_the_model_reads_is_printed(tmp_path, tokenizer, capsys):
 def test_prompts_with_letters_that_the_model_does_not_know_are_counted(script, tmp_path, tokenizer, capsys):
     rows = [{"prompt": f"{name}{i}=", "answer": "1", "chosen": "1", "rejected": "2"} for i in range(3) for name in "1x"]
     args = script.Args(dataset=write_rows(tmp_path / "rows.jsonl", rows), eval_prompts=0, system_prompt="")
-    {grpo: grpo.load_prompts, sft: sft.load_chats, dpo: dpo.load_pairs}[script](args, tokenizer)
+    {grpo: grpo.load_rows, sft: sft.load_chats, dpo: dpo.load_pairs}[script](args, tokenizer)
     assert "dropped: {}, prompts with unknown tokens: 3\n" in capsys.readouterr().out
 
 
@@ -206,9 +225,19 @@ def test_rows_without_answers_need_a_reward_of_ones_own():
         grpo.reward_fn("2", None)
 
 
+@pytest.mark.parametrize("script", [grpo, ppo_rlhf])
+def test_a_prompt_that_ends_with_the_beginning_of_the_answer_is_continued(script, tmp_path, tokenizer):
+    """As Countdown's "Let me solve this step by step."; without a template, the texts are joined."""
+    rows = [{"prompt": [user("1+1="), assistant("1+")], "answer": "2"}, {"prompt": "1+2=", "answer": "3"}]
+    args = script.Args(dataset=write_rows(tmp_path / "rows.jsonl", rows), eval_prompts=0, system_prompt="")
+    train, _ = script.load_rows(args, tokenizer)
+    texts = [tokenizer.decode(row["prompt_ids"]) for row in train]
+    assert texts == ["<|user|>1+1=<|assistant|>1+", "<|user|>1+2=<|assistant|>"]
+
+
 def test_columns_that_are_missing_are_named(tmp_path, tokenizer, capsys):
     dataset = write_rows(tmp_path / "rows.jsonl", [{"input": "1+1=", "target": "2"}] * 4)
-    with pytest.raises(SystemExit, match="no prompt is left for training"):
+    with pytest.raises(SystemExit, match="no row is left for training"):
         load(dataset, tokenizer)
     said = capsys.readouterr().out
     assert "unread columns: ['input', 'target']" in said
@@ -253,7 +282,7 @@ def test_long_prompts_are_dropped_and_counted(tmp_path, tokenizer, capsys):
 )
 def test_why_a_prompt_is_left_out(tokenizer, row, reason):
     args = grpo.Args(system_prompt="")
-    assert grpo.read_prompt({"prompt": "1+1=", "answer": "2", **row}, args, tokenizer) == (None, reason)
+    assert grpo.read_row({"prompt": "1+1=", "answer": "2", **row}, args, tokenizer) == (None, reason)
 
 
 # ---- chat templates
@@ -464,7 +493,7 @@ def test_a_row_that_is_no_pair_is_named(tmp_path, tokenizer):
 
 @pytest.mark.parametrize("row", [CHATS, DIALOGUES])
 def test_ppo_samples_after_what_precedes_the_last_turn_of_chosen(tokenizer, row):
-    prompt, _ = ppo_rlhf.read_prompt(row, ppo_rlhf.Args(system_prompt=""), tokenizer)
+    prompt, _ = ppo_rlhf.read_row(row, ppo_rlhf.Args(system_prompt=""), tokenizer)
     assert tokenizer.decode(prompt["prompt_ids"]) == "<|user|>1+1=<|assistant|>2<|end|><|user|>2+2=<|assistant|>"
 
 

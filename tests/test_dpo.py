@@ -100,7 +100,7 @@ def test_policy_that_is_the_reference_has_log_2():
     assert loss.item() == pytest.approx(6 * math.log(2), rel=1e-12)
     gradient = torch.full_like(chosen, 0.15)
     assert_close((chosen_gradient, rejected_gradient), (-gradient, gradient))
-    assert metrics["pair/accuracy"] == 0
+    assert metrics["pair/accuracy"] == 3  # a tie counts half
     assert metrics["pair/margin"] == 0
 
 
@@ -132,12 +132,33 @@ def test_extreme_margins_stay_finite():
 def test_sums_of_log_probabilities_are_in_the_order_of_the_pairs(budget):
     policy = dpo.LogprobModel(build_model("llama"))
     args = dpo.Args(microbatch_tokens=budget)
-    found = dpo.look_up_pairs(policy, PAIRS, args)
-    prompts = dpo.pad([pair["prompt_ids"] for pair in PAIRS], "cpu")
-    for kind, sums in zip(KINDS, zip(*found)):
-        completions = dpo.pad([pair[f"{kind}_ids"] for pair in PAIRS], "cpu")
-        logprobs, _ = dpo.token_logprobs(policy.model, *prompts, *completions, 1.0)
-        assert sums == pytest.approx(logprobs.sum(1).tolist(), rel=1e-9)
+    pairs = [dict(pair) for pair in PAIRS]
+    dpo.add_ref_logprobs(policy, pairs, args)
+    prompts = dpo.pad([pair["prompt_ids"] for pair in pairs], "cpu")
+    for place, kind in enumerate(KINDS):
+        completions = dpo.pad([pair[f"{kind}_ids"] for pair in pairs], "cpu")
+        logprobs = dpo.token_logprobs(policy.model, *prompts, *completions)
+        found = [pair["ref_logprobs"][place].item() for pair in pairs]
+        assert found == pytest.approx(logprobs.sum(1).tolist(), rel=1e-9)
+
+
+@pytest.mark.usefixtures("alone")
+def test_before_training_half_of_the_pairs_count_as_told_apart():
+    """The policy still is the reference, so every margin is exactly 0."""
+    policy, pairs = dpo.LogprobModel(build_model("llama")), [dict(pair) for pair in PAIRS]
+    args = dpo.Args(microbatch_tokens=36)
+    dpo.add_ref_logprobs(policy, pairs, args)
+    found = dpo.evaluate(policy, pairs, args)
+    assert (found["eval/pair_accuracy"], found["eval/pair_margin"]) == (0.5, 0.0)
+    assert found["eval/pair_loss"] == pytest.approx(math.log(2), rel=1e-12)
+
+
+def test_to_evaluate_only_the_reference_reads_no_training_pairs(tmp_path, monkeypatch):
+    read = []
+    monkeypatch.setattr(dpo, "add_ref_logprobs", lambda _policy, pairs, _args: read.append(len(pairs)))
+    monkeypatch.setattr(dpo, "evaluate", lambda *_: {})
+    train(dpo, tmp_path / "run", num_steps=0, eval_prompts=8)
+    assert read == [8]
 
 
 # ---- a short run

@@ -36,9 +36,9 @@ from tiny import (
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    LlamaConfig,
 )
 
 import dpo
@@ -119,42 +119,8 @@ def test_a_head_is_kept_or_new_or_missing_whatever_the_architecture_is_called(ar
         ppo_rlhf.load_reward_model(folder, new_head=False)
 
 
-OF_TRANSFORMERS_4 = {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
-OF_TRANSFORMERS_4["torch_dtype"] = "bfloat16"
-
-
-@pytest.mark.parametrize("script", [grpo, reward_model, sft])
-def test_a_checkpoint_has_the_names_of_settings_that_the_model_came_with(script, folder, tmp_path):
-    """Programs with transformers 4 would take the default of a name that only transformers 5 has."""
-    config = json.loads((folder / "config.json").read_text())
-    del config["rope_parameters"]
-    (folder / "config.json").write_text(json.dumps(config | OF_TRANSFORMERS_4))
-    model = folder / "config.json" if script is sft else folder
-    script.main(make_main_args(script, tmp_path, model=model, num_steps=1, run_dir=tmp_path / "run"))
-    saved = json.loads((tmp_path / "run/checkpoint/config.json").read_text())
-    assert saved | OF_TRANSFORMERS_4 == saved and saved["dtype"] == "float32"
-    rope = AutoConfig.from_pretrained(tmp_path / "run/checkpoint").rope_parameters
-    assert rope == AutoConfig.from_pretrained(folder).rope_parameters
-    assert (rope["rope_theta"], rope["rope_type"]) == (5e5, "linear")
-
-
-LONG_ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": 64, "factor": 8.0}
-LONG_ROPE |= {"short_factor": [1.0] * 4, "long_factor": [5.0] * 4}
-
-
-@pytest.mark.parametrize("script", [grpo, dpo, reward_model])
-@pytest.mark.parametrize("rope_type, context", [("longrope", 64), ("yarn", 512)])
-def test_the_context_ends_where_a_rows_results_would_depend_on_its_neighbours(script, rope_type, context):
-    config = LlamaConfig(**SIZES, max_position_embeddings=512, rope_parameters=LONG_ROPE | {"rope_type": rope_type})
-    assert script.max_context(build_model(config)) == context
-
-
 def take_other_tokenizer(folder):
     make_tokenizer(["<eos>"], None).save_pretrained(folder)
-
-
-def make_quantized(folder):
-    edit_json(folder / "config.json", quantization_config={"quant_method": "gptq", "bits": 4})
 
 
 def make_encoder(folder):
@@ -168,7 +134,6 @@ FAULTS = {
     "nan": (weights(NORM, lambda value: value.fill_(torch.nan)), "nan"),
     "other tokenizer": (take_other_tokenizer, "index out of range|no stop token"),
     "adapters": (adapters, "Unrecognized model in .*/model"),
-    "quantized": (make_quantized, "is quantized: train the model that it was made from"),
     "encoder": (make_encoder, "Unrecognized configuration class .*T5Config|not a complete reward model"),
 }
 
@@ -603,6 +568,52 @@ def test_padded_groups_that_finish_at_different_times_decode_as_they_are_trained
     mask, sampled, logprobs = sample_and_train(model)
     assert len(mask.sum(1).unique()) > 1
     torch.testing.assert_close(sampled, logprobs, atol=1e-3, rtol=0)
+
+
+def assert_saved(model, folder):
+    """Whoever loads the checkpoint of this model has it, transformers itself and the scripts alike."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    checkpoint = save(model, tokenizer, folder)
+    ids = torch.arange(6, 12).unsqueeze(0)
+    expected = model(input_ids=ids, use_cache=False).logits
+    for loaded in (AutoModelForCausalLM.from_pretrained(checkpoint), grpo.load_model(checkpoint, tokenizer)):
+        assert type(loaded) is type(model)
+        assert torch.equal(loaded(input_ids=ids, use_cache=False).logits, expected)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@torch.no_grad()
+def test_a_checkpoint_is_the_model(name, tmp_path):
+    model = build(name, SETTINGS[name])
+    model.save_pretrained(tmp_path / "model")
+    assert_saved(grpo.load_model(tmp_path / "model", AutoTokenizer.from_pretrained(TINY)), tmp_path)
+
+
+TEXT = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8}
+TEXT |= {"num_key_value_heads": 1, "vocab_size": 47, "max_position_embeddings": 64, "pad_token_id": 0}
+LINEAR_HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8}
+QWEN_VISION = {"depth": 1, "num_heads": 2, "hidden_size": 16, "intermediate_size": 32, "out_hidden_size": 16}
+QWEN_VISION |= {"patch_size": 4, "deepstack_visual_indexes": []}
+GEMMA_VISION = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 32}
+GEMMA_VISION |= {"image_size": 16, "patch_size": 4}
+READ_IMAGES = {
+    "qwen3_5": (TEXT | LINEAR | LINEAR_HEADS | {"linear_value_head_dim": 8}, QWEN_VISION),
+    "gemma3": (TEXT, GEMMA_VISION),
+}
+
+
+@pytest.mark.parametrize("name", READ_IMAGES)
+@torch.no_grad()
+def test_a_checkpoint_of_a_model_that_reads_images_loads_again(name, tmp_path):
+    """Of Qwen3.5, transformers loads and saves the language model alone; Gemma 3 keeps its vision tower."""
+    text, vision = READ_IMAGES[name]
+    config = AutoConfig.for_model(name, text_config=text, vision_config=vision)
+    torch.manual_seed(0)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "model")
+    model = grpo.load_model(tmp_path / "model", AutoTokenizer.from_pretrained(TINY))
+    assert_saved(model, tmp_path)
+    saved = json.loads((tmp_path / "checkpoint" / "config.json").read_text())
+    assert ("vision_config" in saved) == ("text_config" in saved) == (name == "gemma3")
 
 
 WITHOUT_BLOCKS = {"biogpt", "ctrl"}  # they name none

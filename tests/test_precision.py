@@ -82,11 +82,19 @@ def test_gradients_agree_with_float32_within_the_error_of_bfloat16_whatever_the_
     for precision, budget in (("float32", 999), ("bfloat16", 999), ("bfloat16", 1)):
         policy = prepare(make_model(kind), precision)
         args = make_args(microbatch_tokens=budget)
-        grpo.accumulate_gradients(policy, batch, torch.arange(8), 8, False, args)
+        grpo.accumulate_gradients(policy, batch, torch.arange(8), 8, args)
         gradients.append(torch.cat([whole(parameter.grad).flatten() for parameter in policy.parameters()]))
     exact, one, many = gradients
     assert 1e-4 < relative_error(one, exact) < 0.03
     assert relative_error(many, exact) < 0.03
+
+
+def test_the_processor_computes_where_torch_would_shard_on_another_device(monkeypatch):
+    """As on a Mac, whose accelerator FSDP takes if it is not told otherwise."""
+    monkeypatch.setattr(torch._C, "_get_accelerator", lambda *_: torch.device("mps"))
+    policy = prepare(make_model())
+    logprobs, _ = policy(make_batch(make_model()), 0.7)
+    assert {weight.device.type for weight in policy.parameters()} == {"cpu"} and logprobs.requires_grad
 
 
 def test_ranks_add_their_gradients_in_float32(monkeypatch):
@@ -264,3 +272,30 @@ def test_a_resumed_run_equals_an_uninterrupted_one(script, rank, tmp_path):
         script.main(make_main_args(script, tmp_path, **settings, num_steps=num_steps, run_dir=tmp_path / run))
     script.main(parse(script, resume=tmp_path / "parts", num_steps=4))
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
+
+
+# ---- what is changed for a while is as before, also after an error
+
+
+def test_after_an_error_while_it_samples_the_policy_is_whole():
+    """Such as Ctrl-C in a notebook, where the next cell goes on with the same policy."""
+    policy, batch = prepare(make_model()), make_batch(make_model())
+    before, _ = policy(batch, 0.7)
+    with pytest.raises(KeyboardInterrupt), grpo.gathered(policy):
+        raise KeyboardInterrupt
+    assert all(isinstance(weight, DTensor) for weight in policy.parameters())
+    after, _ = policy(batch, 0.7)
+    assert torch.equal(after, before)
+
+
+def test_after_an_error_of_the_reference_the_adapters_are_on(monkeypatch):
+    policy, batch = prepare(make_model(rank=2)), make_batch(make_model())
+    for name, weight in policy.named_parameters():
+        weight.data += 0.02 * ("lora_b" in name)
+    before, _ = policy(batch, 0.7)
+    assert not torch.equal(grpo.without_adapters(policy, batch, 0.7)[0], before)
+    with monkeypatch.context() as patch:
+        patch.setattr(grpo, "token_logprobs", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            grpo.without_adapters(policy, batch, 0.7)
+    assert torch.equal(policy(batch, 0.7)[0], before)

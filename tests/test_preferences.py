@@ -53,7 +53,7 @@ def build_policy(script):
 
 def pairs_in(order=range(8)):
     """The pairs in this order, with references, which reward_model.py does not read."""
-    return [PAIRS[i] | {"ref_logprobs": REFERENCES[i].tolist()} for i in order]
+    return [PAIRS[i] | {"ref_logprobs": REFERENCES[i]} for i in order]
 
 
 def accumulate(script, pairs, budget=10_000):
@@ -80,7 +80,7 @@ def test_accumulated_gradient_is_that_of_the_mean_loss(script):
         completions = script.pad([pair[name] for pair in PAIRS], "cpu")
         rows = *grpo.pad_left(PAIRS, "cpu"), *completions
         if script is dpo:
-            logprobs, _ = dpo.token_logprobs(model, *rows, 1.0)
+            logprobs = dpo.token_logprobs(model, *rows)
             inputs.append(logprobs.sum(1))
         else:
             inputs.append(reward_model.sequence_scores(model, *rows))
@@ -208,19 +208,22 @@ def test_checkpoints_go_from_script_to_script(tmp_path, monkeypatch):
     monkeypatch.setattr(ppo_rlhf, "NORM_SAMPLES", 16)
     texts = [{"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(10, 30)]
     steps = [
-        (sft, {"model": TINY, "dataset": write_jsonl(tmp_path / "texts.jsonl", texts)}),
-        (dpo, {"model": tmp_path / "sft" / "checkpoint"}),
-        (reward_model, {"model": tmp_path / "sft" / "checkpoint"}),
-        (ppo_rlhf, {"model": tmp_path / "dpo/checkpoint", "reward_model": tmp_path / "reward_model" / "checkpoint"}),
+        (sft, {"model": TINY, "tiny": True, "dataset": write_jsonl(tmp_path / "texts.jsonl", texts)}),
+        (dpo, {"model": tmp_path / "sft" / "checkpoint", "tiny": True}),
+        (reward_model, {"model": tmp_path / "sft" / "checkpoint", "tiny": True}),
+        (
+            ppo_rlhf,
+            {"model": tmp_path / "dpo/checkpoint", "reward_model": tmp_path / "reward_model/checkpoint", "tiny": True},
+        ),
     ]
     for script, settings in steps:
         settings = small_settings(script, tmp_path, num_steps=1, **settings)
         *_, line = train(script, tmp_path / script.__name__, **settings)
         assert line["optim/grad_norm"] > 0
     model = tmp_path / "ppo_rlhf" / "checkpoint"
-    [line] = train(grpo, tmp_path / "grpo", model=model, num_steps=0, eval_prompts=8)
+    [line] = train(grpo, tmp_path / "grpo", model=model, tiny=True, num_steps=0, eval_prompts=8)
     samples = logged(tmp_path / "grpo", "eval_samples.jsonl")
-    right = [grpo.is_right(sample["completion"], sample["answer"]) for sample in samples]
+    right = [grpo.is_correct(sample["completion"], sample["answer"]) for sample in samples]
     assert line["eval/accuracy"] == sum(right) / 8
 
 

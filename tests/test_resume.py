@@ -117,7 +117,7 @@ def test_signal_finishes_the_step_saves_and_prints_how_to_resume(signum, tmp_pat
     assert (run / "checkpoint" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("script, function, signum", [("grpo", "load_model", 2), ("dpo", "look_up_pairs", 15)])
+@pytest.mark.parametrize("script, function, signum", [("grpo", "load_model", 2), ("dpo", "add_ref_logprobs", 15)])
 def test_signal_before_the_first_step_just_ends_the_process(script, function, signum, tmp_path):
     kill = f"""
 import signal, time

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tiny import SCRIPTS as ONLINE
-from tiny import TINY, build_model, load, read_jsonl
+from tiny import TINY, build_model, load, make_tokenizer, pad_right, read_jsonl
 from transformers import AutoTokenizer
 
 import grpo
@@ -94,6 +94,18 @@ def test_one_greedy_completion_which_is_kept_and_samples_at_the_temperature_of_t
     rows = read_jsonl(tmp_path / "eval_samples.jsonl")
     assert {row["step"] for row in rows} == {4}
     assert [row["completion"] for row in rows] == list(map(boxed, GREEDY))
+
+
+def test_a_thought_is_opened_where_the_prompt_of_the_row_opens_it(monkeypatch):
+    """Some templates open one unless the system message says /no_think."""
+    tokenizer = make_tokenizer(["<eos>", "<think>", "</think>"], None)
+    ids, mask = pad_right([tokenizer.encode("2", add_special_tokens=False)] * 3, 4)
+    monkeypatch.setattr(grpo, "generate", lambda *_: (ids, mask, mask.float()))
+    model = SimpleNamespace(device="cpu", generation_config=SimpleNamespace(eos_token_id=[]))
+    policy = SimpleNamespace(model=model, modules=list)
+    rows = [{"prompt_ids": tokenizer.encode(text)} for text in ("1+1=", "1+1=<think>", "<think></think>1+1=")]
+    _, texts = grpo.sample_completions(policy, tokenizer, rows, 1.0, grpo.Args())
+    assert texts == ["2", "<think>2", "2"]
 
 
 @each_script

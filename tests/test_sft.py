@@ -6,7 +6,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import train
-from tiny import ROOT, TINY, add_pairs, assistant, load, make_tokenizer, read_jsonl, user, write_jsonl
+from tiny import (
+    ROOT,
+    TINY,
+    add_pairs,
+    assistant,
+    load,
+    make_main_args,
+    make_tokenizer,
+    parse,
+    read_jsonl,
+    user,
+    write_jsonl,
+)
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -143,17 +155,15 @@ def test_loss_and_gradient_are_those_of_the_trained_tokens_alone(tokenizer, rows
     policy, args = sft.LogprobModel(model), sft.Args(microbatch_tokens=16)
     totals = add_pairs(sft.accumulate_gradients(policy, examples, divisor, args))
     gradients = [parameter.grad for parameter in model.parameters()]
-    losses, entropies = [], []
+    losses = []
     for example in examples:
         start = len(example["prompt_ids"])
         ids = example["prompt_ids"] + example["completion_ids"]
         logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
         for place in range(start, len(ids)):
             losses.append(-logprobs[place - 1, ids[place]])
-            entropies.append(-(logprobs[place - 1].exp() * logprobs[place - 1]).sum())
     loss = torch.stack(losses).sum()
     assert totals["loss/nll"] == pytest.approx((loss.item(), divisor), rel=1e-5)
-    assert totals["policy/entropy"] == pytest.approx((sum(entropies).item(), divisor), rel=1e-5)
     expected = torch.autograd.grad(loss / len(losses), [*model.parameters()])
     assert_close(gradients, [*expected], rtol=1e-4, atol=1e-6)
     # An evaluation is the mean over the same tokens.
@@ -211,7 +221,7 @@ def test_a_thought_that_the_prompt_opens_is_the_completions(form, monkeypatch):
     policy = SimpleNamespace(model=SimpleNamespace(device="cpu", generation_config=config), modules=list)
     _, texts = grpo.sample_completions(policy, tokenizer, [prompt] * 2, 1.0, grpo.Args())
     assert texts == ["<think>" * opened + text for text in completions]
-    assert [grpo.is_right(text, "51") for text in texts] == [not opened, True]
+    assert [grpo.is_correct(text, "51") for text in texts] == [not opened, True]
     # The first step ends at the same token, whatever the ids of padding say.
     said = "17+34=51;</think>51 "
     ids = tokenizer(said)["input_ids"]
@@ -252,3 +262,17 @@ def test_tools_and_tool_calls_reach_the_template():
     [example] = encode(tokenizer, {"messages": chat, "tools": [{"name": "times"}]})
     assert tokenizer.decode(example["prompt_ids"]) == f"times\n{PROMPT}"
     assert tokenizer.decode(example["completion_ids"]) == "<call>times</call><|im_end|>"
+
+
+def test_the_weight_decay_of_a_resumed_run_is_that_of_its_flag(tmp_path, monkeypatch):
+    used, step_optimizer = [], sft.step_optimizer
+
+    def step(policy, optimizer, *rest):
+        used.append({group["weight_decay"] for group in optimizer.param_groups})
+        return step_optimizer(policy, optimizer, *rest)
+
+    monkeypatch.setattr(sft, "step_optimizer", step)
+    settings = {"num_steps": 1, "eval_prompts": 0, "minibatch_size": 4, "run_dir": tmp_path / "run"}
+    sft.main(make_main_args(sft, tmp_path, **settings))
+    sft.main(parse(sft, resume=tmp_path / "run", num_steps=2, weight_decay=0.5))
+    assert used == [{0.1}, {0.5}]

@@ -135,10 +135,9 @@ def call_policy_loss(script, args, **inputs):
     return script.policy_loss(**{name: given[name] for name in names if name in given})
 
 
-def call_accumulate_gradients(script, policy, batch, indices, args, is_first=False, divisor=8):
-    """The added metrics of a script's accumulate_gradients; reinforce is always in its first update."""
-    takes_it = "is_first" in inspect.signature(script.accumulate_gradients).parameters
-    return add_pairs(script.accumulate_gradients(policy, batch, indices, divisor, *[is_first] * takes_it, args))
+def call_accumulate_gradients(script, policy, batch, indices, args, divisor=8):
+    """The added metrics of a script's accumulate_gradients."""
+    return add_pairs(script.accumulate_gradients(policy, batch, indices, divisor, args))
 
 
 def add_pairs(collected):
@@ -297,7 +296,7 @@ def write_rows(path, rows):
 
 
 def make_main_args(script, folder=None, **settings):
-    """Settings of a short run; with a folder, on a few rows that are written into it."""
+    """Settings of a short run of a model as small as the bundled one; with a folder, on a few rows written into it."""
     sizes = {"num_steps": 4, "prompts_per_step": 4, "group_size": 4, "minibatch_size": 8, "max_completion_length": 24}
     sizes |= {"eval_every": 2, "eval_prompts": 8, "save_every": 2, "warmup_steps": 0}
     if script is ppo_rlhf:
@@ -306,7 +305,7 @@ def make_main_args(script, folder=None, **settings):
     if folder:
         rows = read_jsonl(ROOT / "data" / files.get(script.__name__, "addition/train.jsonl"))[:64]
         sizes["dataset"] = write_jsonl(folder / "rows.jsonl", rows)
-    given = sizes | {"learning_rate": 1e-3} | settings
+    given = sizes | {"learning_rate": 1e-3, "tiny": True} | settings
     return parse(script, **{name: value for name, value in given.items() if hasattr(script.Args, name)})
 
 

@@ -3,15 +3,15 @@
     python tools/memory.py --model Qwen2.5-1.5B --gpu-gb 24
     python tools/memory.py --model path/to/folder --script ppo_rlhf --gradient-checkpointing --microbatch-tokens 4096
     python tools/memory.py --model models/smollm2 --script sft --microbatch-tokens 4096 --cpu-gb 8
+    python tools/memory.py --model models/tiny --tiny --cpu-gb 2
     python tools/memory.py --write docs/memory.md
 
 The tool prints the memory of each part in the rollout and in the update. With --gpu-gb or --cpu-gb, it also prints
 whether the run fits. --write only updates the tables of docs/memory.md.
 
-The tool reads no weights. The default of a flag is its value in "task_defaults" of the model's config.json, or else the
-script's own default; --precision auto counts as bfloat16, and as float32 with --cpu-gb. A GB is 1e9 bytes. The formulas
-hold for models like Llama and Qwen2, and assume that all prompts and completions have the maximum length. In bytes, for
-bfloat16, they are:
+The tool reads no weights. The defaults of its flags are those of the script's Args or, with --tiny, those of its TINY.
+--precision auto counts as bfloat16, and as float32 with --cpu-gb. A GB is 1e9 bytes. The formulas hold for models like
+Llama and Qwen2, and assume that all prompts and completions have the maximum length. In bytes, for bfloat16, they are:
 
     B, R  parameters in the blocks, and outside them (embedding, last norm, LM head; a tied head counts once)
     V, L  vocabulary size, number of layers
@@ -94,15 +94,16 @@ def load_config(name):
     return AutoConfig.from_pretrained(name).get_text_config()
 
 
-def read_settings(script, config=None, **given):
-    """Return a script's settings: those given, else those of the model's config.json, else the script's defaults."""
-    own = {field.name: field.default for field in fields(importlib.import_module(script).Args)}
+def read_settings(script, tiny=False, **given):
+    """Return a script's settings: those given, else those of its TINY if tiny is set, else its own defaults."""
+    module = importlib.import_module(script)
+    own = {field.name: field.default for field in fields(module.Args)}
     unknown = [name for name, value in given.items() if value is not None and name in SETTINGS and name not in own]
     if unknown:
         raise SystemExit(f"{script}.py has no --{unknown[0].replace('_', '-')}")
     own["precision"] = SETTINGS["precision"]  # the default on a GPU, wherever this runs
-    named = getattr(config, "task_defaults", {})
-    own |= {name: value for name, value in (named | named.get(f"{script}.py", {})).items() if name in own}
+    if tiny:
+        own |= module.TINY
     settings = SETTINGS | {name: value for name, value in own.items() if name in SETTINGS}
     return SimpleNamespace(script=script, cpu=False, **settings | {k: v for k, v in given.items() if v is not None})
 
@@ -344,6 +345,7 @@ def parse_args():
     names = ", ".join(SHAPES | SMALL)
     parser.add_argument("--model", default="Qwen2.5-0.5B", help=f"{names}, a folder or a hub name (default: the first)")
     parser.add_argument("--script", default="grpo", choices=SCRIPTS, help="name of the script (default: grpo)")
+    parser.add_argument("--tiny", action="store_true", help="use the script's settings for the bundled model")
     parser.add_argument(
         "--ranks", type=int, default=1, help="number of GPUs over which torchrun shards the model (default: 1)"
     )
@@ -368,7 +370,7 @@ def main(args):
     given = {name: getattr(args, name) for name in SETTINGS}
     if args.cpu_gb:
         given["precision"] = given["precision"] or "float32"  # which takes more memory than bfloat16
-    settings = read_settings(args.script, config, **given)
+    settings = read_settings(args.script, args.tiny, **given)
     settings.cpu = args.cpu_gb is not None
     models = count_models(config, args.script)
     for name, model in models.items():

@@ -1,27 +1,27 @@
 """Sample completions from a model as grpo.py does, and print and save them with their rewards.
 
-    python tools/sample.py --model runs/sft/checkpoint --temperature 0
+    python tools/sample.py --model runs/sft/checkpoint --tiny --temperature 0
     python tools/sample.py --model path/to/model --prompt "What is 17 * 3?" --prompt "What is 3 * 17?"
-    python tools/sample.py --model runs/tools/checkpoint --calculator --prompt "What is 17 * 3?"
+    python tools/sample.py --model runs/tools/checkpoint --tiny --calculator --prompt "17+58+36="
 
-The tool uses the defaults, chat templates, stop tokens and rewards of grpo.py. Without --prompt and --dataset, it reads
-prompts from standard input, one per line. If standard input is a terminal or empty, it uses the default dataset. Your
-own prompts have no answers and so no rewards, and their completions are only saved if you give --out. With
---calculator, the tool of grpo_tools.py replies while the model writes, and its replies are printed between « and ». A
-completion that reaches --max-completion-length is marked with [cut off].
+The tool uses the defaults, chat templates, stop tokens and rewards of grpo.py. As there, a checkpoint of the bundled
+model needs --tiny. Without --prompt and --dataset, it reads prompts from standard input, one per line. If standard
+input is a terminal or empty, it uses the default dataset. Your own prompts have no answers and so no rewards, and their
+completions are only saved if you give --out. With --calculator, the tool of grpo_tools.py replies while the model
+writes, and its replies are printed between « and ». A completion that reaches --max-completion-length is marked with
+[cut off].
 
 --keep right keeps, for each prompt, the distinct completions whose reward is at least --min-reward. --keep pairs makes
 pairs of such a completion (chosen) and a wrong one (rejected), and uses each completion at most once. Completions that
 were cut off are left out. Use --keep right for rejection sampling, and --keep pairs for preference data:
 
     python tools/sample.py --split train --keep right --out right.jsonl
-    python sft.py --model models/tiny --dataset right.jsonl
+    python sft.py --model models/tiny --tiny --dataset right.jsonl
     python tools/sample.py --split train --keep pairs --out pairs.jsonl
     python dpo.py --dataset pairs.jsonl
 """
 
 import argparse
-import contextlib
 import json
 import math
 import os
@@ -40,7 +40,7 @@ from transformers import AutoTokenizer
 import grpo
 import grpo_tools
 
-# Flags of grpo.py. Their defaults are those of grpo.py or of the model.
+# Flags of grpo.py, with its defaults.
 SETTINGS = {"model": str, "dataset": str, "system_prompt": str, "max_prompt_length": int, "max_completion_length": int}
 SETTINGS |= {"eval_prompts": int, "seed": int, "precision": str}
 
@@ -70,6 +70,7 @@ def parse_args(line=None):
     add("--per-prompt", type=int, help="maximum rows to keep per prompt, drawn with --seed (default: all)")
     add("--out", help="new file for the kept rows (default: a new file in runs/)")
     add("--calculator", action="store_true", help="let the tool of grpo_tools.py reply while the model writes")
+    add("--tiny", action="store_true", help="as in grpo.py: use the settings of the bundled model")
     for name, kind in SETTINGS.items():
         add(f"--{name.replace('_', '-')}", type=kind, help="as in grpo.py")
     given = parser.parse_args(line)
@@ -77,7 +78,7 @@ def parse_args(line=None):
         least = int(name not in ("eval_prompts", "temperature", "show"))
         if (
             isinstance(value, int | float)
-            and name not in ("seed", "min_reward", "calculator")
+            and name not in ("seed", "min_reward", "calculator", "tiny")
             and not least <= value < math.inf
         ):
             raise SystemExit(f"--{name.replace('_', '-')} {value}: must be a finite number of at least {least}")
@@ -92,10 +93,9 @@ def read_settings(given):
     """Return the settings of grpo.py: those given, and its defaults for the others."""
     flags = {name: getattr(given, name) for name in (*SETTINGS, "rollout_batch_size")}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items() if value is not None]
-    before, sys.argv = sys.argv, ["grpo.py", *flags]
+    before, sys.argv = sys.argv, ["grpo.py", *["--tiny"] * given.tiny, *flags]
     try:
-        with contextlib.redirect_stdout(None):  # it prints defaults, most of which are for training
-            args = grpo.parse_args()
+        args = grpo.parse_args()
     finally:
         sys.argv = before
     grpo.check_args(args)  # it replaces the precision "auto"
@@ -103,20 +103,20 @@ def read_settings(given):
 
 
 def load_rows(given, args, tokenizer):
-    """Return rows in the form of load_prompts: the given prompts, or rows of the split."""
+    """Return rows in the form of load_rows: the given prompts, or rows of the split."""
     if given.prompt:
         rows = []
         for number, text in enumerate(given.prompt, 1):
             if not text.strip():
                 raise SystemExit(f"prompt {number} is empty")
-            row, reason = grpo.read_prompt({"prompt": text}, args, tokenizer)
+            row, reason = grpo.read_row({"prompt": text}, args, tokenizer)
             if reason:
                 raise SystemExit(f"prompt {number}, {text[:60]!r}, cannot be used: it is a row {reason}")
             rows.append(row)
         return rows
     if given.split == "test":
         args.eval_prompts = given.num_prompts or args.eval_prompts
-    train, test = grpo.load_prompts(args, tokenizer)
+    train, test = grpo.load_rows(args, tokenizer)
     if given.split == "test" and not test:
         raise SystemExit("--eval-prompts 0: no rows are held out; use --split train")
     return (test if given.split == "test" else train)[: given.num_prompts or args.eval_prompts or None]
@@ -165,7 +165,7 @@ def summary(samples, n):
     words = [f"{len(texts) // n} prompts, {len(texts)} completions, truncated {sum(truncated) / len(texts):.3f}"]
     words.append("no answers, so no rewards" if None in rewards else f"mean reward {sum(rewards) / len(texts):.3f}")
     if rows[0]["answer"] is not None:
-        right = [grpo.is_right(text, row["answer"]) for row, text in zip(rows, texts)]
+        right = [grpo.is_correct(text, row["answer"]) for row, text in zip(rows, texts)]
         words.append(f"accuracy {sum(right) / len(texts):.3f}")
         for k in (2**power for power in range(1, n.bit_length())):
             wrong = [math.comb(n - sum(right[i : i + n]), k) / math.comb(n, k) for i in range(0, len(texts), n)]

@@ -225,11 +225,18 @@ def test_command_line_says_what_fits(capsys, monkeypatch):
         memory.main(memory.parse_args())
 
 
-def test_a_models_own_settings_come_before_those_of_real_models():
-    config = make_config()
-    config.task_defaults = {"microbatch_tokens": 2048, "prompts_per_step": 16, "system_prompt": ""}
-    settings = memory.read_settings("grpo", config, prompts_per_step=8)
-    assert (settings.microbatch_tokens, settings.prompts_per_step, settings.eval_prompts) == (2048, 8, 256)
+def test_settings_are_those_of_the_bundled_model_only_if_they_are_asked_for(capsys, monkeypatch):
+    real, tiny = (memory.read_settings("grpo", tiny, prompts_per_step=8) for tiny in (False, True))
+    assert (real.microbatch_tokens, real.prompts_per_step, real.eval_prompts) == (16384, 8, 256)
+    assert (tiny.microbatch_tokens, tiny.prompts_per_step, tiny.eval_prompts) == (1024, 8, 512)
+    assert (real.group_size, real.precision, tiny.group_size, tiny.precision) == (8, "bfloat16", 8, "float32")
+    answers = []
+    for flags in ([], ["--tiny"]):
+        command = ["memory.py", "--model", str(ROOT / "models" / "tiny"), "--cpu-gb", "1.5", *flags]
+        monkeypatch.setattr(sys, "argv", command)
+        memory.main(memory.parse_args())
+        answers.append("does not fit in 1.5 GB" in capsys.readouterr().out)
+    assert answers == [True, False]
 
 
 def test_the_formulas_are_what_a_process_held():
@@ -269,7 +276,8 @@ def test_every_torchrun_command_of_the_pages_fits_its_gpus():
             name = flag.replace("-", "_")
             if name in memory.SETTINGS:
                 given[name] = type(memory.SETTINGS[name])(value or True)
-        peak = max(memory.account(config, memory.read_settings(script, config, **given), ranks)[-1][1:])
+        settings = memory.read_settings(script, model is None or "--tiny" in flags, **given)
+        peak = max(memory.account(config, settings, ranks)[-1][1:])
         fit.append((page, command, peak <= 80e9 * memory.USABLE))
     assert fit and [row for row in fit if not row[2]] == []
 

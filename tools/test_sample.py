@@ -40,7 +40,7 @@ def test_kept_and_printed_rewards_are_those_of_the_rule(capsys):
     rows, shown = read_jsonl("a.jsonl"), capsys.readouterr().out
     assert [row["prompt"] for row in rows] == [row["prompt"] for row in TRAIN[:12] for _ in range(4)]
     answers = [row["answer"] for row in TRAIN[:12] for _ in range(4)]
-    right = [grpo.is_right(row["completion"], answer) for row, answer in zip(rows, answers)]
+    right = [grpo.is_correct(row["completion"], answer) for row, answer in zip(rows, answers)]
     assert [row["reward"] for row in rows] == right and 0 < sum(right) < 48
     assert {*rows[0]} == {"prompt", "completion", "reward"}
     for start in range(0, 48, 4):
@@ -85,7 +85,7 @@ def test_greedy_completions_are_those_of_an_evaluation_and_samples_are_of_the_se
     assert Path("a.jsonl").read_text() == Path("b.jsonl").read_text()
     model, tokenizer = load(grpo, TINY)
     args = parse(grpo, dataset="sums.jsonl", eval_prompts=16)
-    _, prompts = grpo.load_prompts(args, tokenizer)
+    _, prompts = grpo.load_rows(args, tokenizer)
     _, texts = grpo.sample_completions(grpo.LogprobModel(model), tokenizer, prompts, 0.0, args)
     assert [row["completion"] for row in read_jsonl("a.jsonl")] == texts
     assert [row["prompt"] for row in read_jsonl("a.jsonl")] == [row["prompt"] for row in prompts]
@@ -196,7 +196,7 @@ def test_the_rows_that_are_kept_are_of_samples_and_train(form, capsys):
     assert said in capsys.readouterr().out and max(Counter(row["prompt"] for row in kept).values()) == 2
     script, unit = (sft, "examples") if form == "right" else (dpo, "rows")
     sizes = {"num_steps": 1, "minibatch_size": 8, "eval_prompts": 0, "run_dir": "run"}
-    script.main(parse(script, model=TINY, dataset="a.jsonl", **sizes))
+    script.main(parse(script, model=TINY, tiny=True, dataset="a.jsonl", **sizes))
     assert f"{len(kept)} training {unit}, dropped: {{}}" in capsys.readouterr().out
 
 

@@ -61,8 +61,8 @@ REWARDS = {"exact": exact, "position": position, "inclusion": inclusion, "repair
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1] not in REWARDS:
         raise SystemExit(f"usage: python {sys.argv[0]} {'|'.join(REWARDS)} [flags of grpo.py]")
-    grpo.reward_fn, grpo.is_right = REWARDS[sys.argv.pop(1)], exact
+    grpo.reward_fn, grpo.is_correct = REWARDS[sys.argv.pop(1)], exact
     if not any(word.startswith("--resume") for word in sys.argv):  # a resumed run keeps its own
         # Flags given by hand come later and win.
-        sys.argv[1:1] = ["--model", "runs/sorting/base/checkpoint", "--dataset", "runs/sorting/data"]
+        sys.argv[1:1] = ["--model", "runs/sorting/base/checkpoint", "--tiny", "--dataset", "runs/sorting/data"]
     grpo.main(grpo.parse_args())

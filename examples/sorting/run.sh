@@ -23,7 +23,7 @@ train() { # train RUN STEPS COMMAND SETTINGS: skip a finished run, resume a stop
 
 python examples/sorting/make.py "$folder/data"
 train "$folder/base" "$base_steps" "python sft.py" \
-    "--model models/tiny --dataset $folder/data/sft.jsonl --warmup-steps 30"
+    "--model models/tiny --tiny --dataset $folder/data/sft.jsonl --warmup-steps 30"
 for seed in $seeds; do
     for reward in $rewards; do
         train "$folder/${reward}__$seed" "$steps" "python examples/sorting/rewards.py $reward" \

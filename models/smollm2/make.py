@@ -5,15 +5,11 @@ python models/smollm2/make.py /tmp/smollm2
 """
 
 import hashlib
-import json
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 FILE, SHA256 = "SmolLM2-135M-Instruct.Q4_1.gguf", "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-# Settings for a laptop with 8 GB of memory; see README.md.
-DEFAULTS = {"max_prompt_length": 160, "max_completion_length": 64, "prompts_per_step": 16, "minibatch_size": 64}
-DEFAULTS |= {"microbatch_tokens": 2048, "eval_prompts": 64, "num_steps": 20, "learning_rate": 1e-5}
 
 
 def main(packages, target=HERE):
@@ -30,8 +26,6 @@ def main(packages, target=HERE):
     model.load_state_dict(loaded.state_dict())
     model.save_pretrained(target)
     AutoTokenizer.from_pretrained(source, gguf_file=FILE).save_pretrained(target)
-    path = Path(target, "config.json")
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"task_defaults": DEFAULTS}, indent=2) + "\n")
     print(f"{target}: {sum(weight.numel() for weight in model.parameters()) / 1e6:.1f} M parameters")
 
 
