@@ -20,12 +20,14 @@ Compared with grpo.py
 - There is no KL term and no reference model.
 
 Departures from the paper
-- The weight w (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training") is near 1.
+- The weight w, which is near 1, is that of Yao et al. (2025), "Your Efficient RL Framework Secretly Brings You
+  Off-Policy RL Training".
 - The standard deviation (divisor G − 1) gets 1e-4 added, and equal rewards have advantage 0; the paper says neither.
 - Learning rate, group size, lengths, AdamW's betas (0.9, 0.95) and gradient clipping (norm 1) are ours; the paper does
   not give its own. So is w as one weight per completion, by analogy with s; Yao et al. weight tokens.
-- With bfloat16, the float32 weights start with noise below its resolution, because small steps would be rounded away:
-  ten steps of 1e-6 lower a loss of SmolLM2 from 2.84 to 2.46 with the noise, and to 2.82 without (docs/precision.md).
+- With bfloat16, blocks compute with rounded copies of float32 weights. These start with noise below the resolution of
+  bfloat16, because small updates would change no copy: ten updates with a learning rate of 1e-6 lower the loss of
+  SmolLM2 on 16 rows from 2.84 to 2.82 without the noise, and to 2.46 with it (docs/precision.md).
 
     python gspo.py
     python gspo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k:main --group-size 8
@@ -110,7 +112,7 @@ class Args:
     max_completion_length: int = 1024
     """maximum tokens per completion, including the stop token"""
     temperature: float = 1.0
-    """temperature of sampling and of all log-probabilities"""
+    """temperature of rollouts and of their log-probabilities"""
     rollout_batch_size: int = 0
     """maximum completions sampled at once on each rank (0: all); set it if sampling runs out of memory"""
 
@@ -138,7 +140,7 @@ class Args:
     eval_every: int = 20
     """steps between evaluations"""
     eval_prompts: int = 256
-    """held-out prompts per evaluation (-1: all)"""
+    """held-out prompts per evaluation (-1: all; of a training split, at most a fifth)"""
     save_every: int = 20
     """steps between saves"""
     run_dir: str = ""
@@ -151,7 +153,7 @@ class Args:
     """log to Weights & Biases as well (WANDB_MODE=offline works)"""
 
 
-# `python gspo.py` trains the bundled model with these settings. --tiny gives them to a checkpoint of it, too.
+# Without --model, the bundled model is trained with these settings; with --tiny, also a checkpoint of it.
 TINY = {"learning_rate": 1.5e-4, "warmup_steps": 8, "num_steps": 40, "prompts_per_step": 16, "minibatch_size": 32}
 TINY |= {"system_prompt": "", "max_prompt_length": 32, "max_completion_length": 48, "eval_prompts": 512}
 TINY |= {"microbatch_tokens": 1024, "precision": "float32"}
@@ -189,7 +191,7 @@ def compute_advantages(rewards, group_size):
     groups = rewards.view(-1, group_size)  # (B/G, G)
     centred = groups - groups.mean(1, keepdim=True)
     advantages = centred / (groups.std(1, keepdim=True) + 1e-4)
-    # The float32 mean of equal rewards may differ from them by rounding. Advantages of exactly 0 save main a pass.
+    # The float32 mean of equal rewards may differ from them by rounding, but main looks for advantages of exactly 0.
     equal = (groups == groups[:, :1]).all(1, keepdim=True)
     return torch.where(equal, 0.0, advantages).view(-1)  # (B,)
 
@@ -230,7 +232,7 @@ def policy_loss(
     clipped_low = (ratio < 1 - clip_eps_low) & (advantages < 0)  # (B,)
     clipped_high = (ratio > 1 + clip_eps_high) & (advantages > 0)
     metrics = {
-        "policy/approx_kl": (k3(log_ratio.detach()).sum(), num_tokens),  # 0 in the first update of a step
+        "policy/approx_kl": (k3(log_ratio.detach()).sum(), num_tokens),  # 0 in a step's first update
         "policy/clip_fraction_low": ((lengths * clipped_low).sum(), num_tokens),
         "policy/clip_fraction_high": ((lengths * clipped_high).sum(), num_tokens),
         "policy/sampler_kl": (k3(sampler_log_ratio).sum(), num_tokens),
@@ -239,8 +241,8 @@ def policy_loss(
 
 
 # A batch is a dictionary of tensors with a row for each of B completions: prompt_ids, prompt_mask (B, P);
-# completion_ids, completion_mask, sampler_logprobs (B, T); advantages (B,); with several updates, old_logprobs (B, T).
-# policy(batch, temperature) returns log-probabilities and entropies (B, T).
+# completion_ids, completion_mask, sampler_logprobs (B, T); advantages, indices, truncated (B,); with several updates,
+# old_logprobs (B, T). policy(batch, temperature) returns log-probabilities and entropies (B, T).
 
 
 def accumulate_gradients(policy, batch, indices, divisor, args):
@@ -334,7 +336,7 @@ def main(args):
         stopping = stop_requested(signals)
         if eval_rows and not stopping and (step % args.eval_every == 0 or step == args.num_steps):
             evaluation = evaluate(policy, tokenizer, eval_rows, args, step)
-            stopping = stop_requested(signals)  # then it may be wrong, as a rollout may be
+            stopping = stop_requested(signals)  # if so, the reward's programs may have been ended, too
             if not stopping:
                 metrics |= evaluation
         log_step(args, step, metrics)
@@ -348,7 +350,7 @@ def main(args):
     end_run(args, signals)
 
 
-# ---- below: what several scripts share, as identical copies, in the order of use
+# ---- below: identical copies of what several scripts share, in the order of use
 
 PATHS = ("model", "dataset")  # flags that may name a file or folder
 PROMPT_COLUMNS = ("prompt", "question", "problem")
@@ -391,7 +393,8 @@ def parse_args():
             setattr(args, name, os.path.abspath(path))
     if args.resume:
         current = vars(args) | {"script": Path(sys.argv[0]).name}  # the started file, which may import this one
-        for name in ("script", "dataset", "eval_prompts", "lora_rank"):  # others would train on held-out rows, or fail
+        # Another dataset or eval_prompts would train on held-out rows, another script or lora_rank would not load.
+        for name in ("script", "dataset", "eval_prompts", "lora_rank"):
             if current[name] != settings.get(name, current[name]):
                 raise SystemExit(f"--resume {args.resume}: {name} must stay {settings[name]}, as in {file}")
     if args.run_dir and Path(args.run_dir).exists():
@@ -452,7 +455,7 @@ def load_rows(args, tokenizer):
 def load_splits(name, num_held_out):
     """Load training rows and rows to hold out, whose prompts are taken out when training rows are read.
 
-    Rows are held out of the split test, else of validation, else of train; beside train_sft, these are test_sft, ...
+    Rows are held out of the split test, else of validation, else of train. For train_sft, these are test_sft and so on.
     """
     path, config, split = name, None, ""
     if not Path(name).exists():  # NAME, NAME:CONFIG or NAME:CONFIG:SPLIT
@@ -589,6 +592,8 @@ def parse_answer(text):
 
 def extract_answer(text):
     r"""Return the final answer of a text: its last \boxed{}, else what follows ####, else <answer>, else None.
+
+    If any \boxed has no braces, or is cut off, the answer is not known: None.
 
     <think>\boxed{1}</think> So \boxed{2}.  ->  2
     -\boxed{\frac{1}{2}}                    ->  -\frac{1}{2}
@@ -751,15 +756,15 @@ class LoraLinear(nn.Module):
 def prepare_model(policy, args, device):
     """Set up bfloat16, gradient checkpointing and FSDP2, where they are needed.
 
-    With bfloat16, trained weights and all gradients are float32, and frozen weights of blocks bfloat16. The blocks
-    compute in bfloat16. Embeddings, final norm and head compute in float32, the head's product as in use_bfloat16.
+    With bfloat16, trained weights and their accumulated gradients are float32, and frozen weights of blocks bfloat16.
+    Blocks compute in bfloat16, all else in float32, but for matrix products (see use_bfloat16).
     """
     blocks = find_blocks(policy.model)
     mp_policy = MixedPrecisionPolicy()
     if args.precision == "bfloat16":
         use_bfloat16(blocks)
         mp_policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    if args.gradient_checkpointing:  # that of transformers does nothing without dropout, in eval mode
+    if args.gradient_checkpointing:  # transformers' own works only in training mode, with dropout
         for block in blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     # On one rank, all that FSDP2 does is to keep float32 weights and to compute with bfloat16 copies of them.
@@ -777,7 +782,7 @@ def prepare_model(policy, args, device):
 
 def use_bfloat16(blocks):
     """Let the blocks compute in bfloat16, from float32 weights that small steps can still move."""
-    torch.set_float32_matmul_precision("medium")  # for heads, and all else here: TF32 on GPUs, bfloat16 on CPUs
+    torch.set_float32_matmul_precision("medium")  # float32 products, such as heads: TF32 on GPUs, bfloat16 on CPUs
     torch.manual_seed(0)  # the same noise on every rank
     for block in blocks:
         block.forward = partial(in_bfloat16, block.forward)
@@ -854,7 +859,7 @@ def token_logprobs(model, prompt_ids, prompt_mask, completion_ids, completion_ma
 def head_logprobs(model, hidden, targets, temperature):
     """Return log-probabilities of targets (N,), and entropies, under softmax(head(hidden) / temperature)."""
     head = model.get_output_embeddings()
-    # What some families do to logits. If another is missing here, check_sampler ends the run after a step.
+    # What some families do to logits. If another is missing here, policy/sampler_kl shows it (see check_sampler).
     config = model.config.get_text_config().to_dict()
     scale = config.get("logit_scale") or 1  # Cohere's
     scale = config.get("lm_head_multiplier", scale)  # Falcon-H1's
@@ -885,7 +890,7 @@ def head_logprobs(model, hidden, targets, temperature):
 
 
 def init_moments(optimizer):
-    """Make AdamW's state, all 0, as its first step would; a save before that step would count as one."""
+    """Make AdamW's state, all 0. If there is none, get_state_dict makes it by a step, which AdamW would count."""
     for group in optimizer.param_groups:
         for weight in group["params"]:
             if weight.requires_grad:
@@ -958,19 +963,19 @@ def track_run(args):
 
 
 def catch_signals():
-    """Return a list to which Ctrl-C and SIGTERM append; a second Ctrl-C stops the run at once."""
+    """Return a list to which Ctrl-C and SIGTERM append; Ctrl-C after one of them stops the run at once."""
     signals = []
 
     def request_stop(signum, _frame):
         signals.append(signum)
-        if signum == signal.SIGINT:  # SIGTERM may come twice, from a scheduler and from torchrun
-            signal.signal(signum, signal.default_int_handler)  # KeyboardInterrupt
+        # The next Ctrl-C is a KeyboardInterrupt. SIGTERM may come again: a scheduler sends one, and torchrun another.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         # Unlike print, os.write is safe in a signal handler.
-        os.write(2, b"\nsaving and stopping soon; press Ctrl-C again to stop at once\n")
+        os.write(2, b"\nsaving and stopping soon; Ctrl-C stops at once\n")
 
     def reset_child():
-        # multiprocessing ends a reward's processes with SIGTERM. Ctrl-C must leave them alone: a pool whose processes
-        # end by it would be waited for without end. Programs that they start get the default handlers.
+        # multiprocessing ends a reward's processes with SIGTERM. Ctrl-C must leave them alone, or else a pool waits for
+        # tasks of dead processes without end. Programs that they start do not inherit a handler, unlike SIG_IGN.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, lambda *_: None)
 
@@ -1005,7 +1010,7 @@ def append_line(args, name, step, values):
 
 def evaluate(policy, tokenizer, rows, args, step):
     """Return the mean reward of greedy completions and, for rows with answers, accuracy and pass@k; log samples."""
-    torch.manual_seed(mix_seed(args.seed))  # the same draws in each evaluation, so that they compare
+    torch.manual_seed(mix_seed(args.seed))  # the same in each evaluation
     rows = rows[RANK::WORLD_SIZE] or rows[:1]  # every rank must take part, so one row may count twice
     _, texts = sample_completions(policy, tokenizer, rows, 0.0, args)
     rewards = check_rewards(score_completions(texts, rows), texts)
@@ -1195,10 +1200,10 @@ def stop_requested(signals):
 
 
 def save(run_dir, policy, optimizer, tokenizer, step):
-    """Write checkpoint/, a Hugging Face model, and then state/STEP, which --resume loads, unless it is there."""
+    """Write checkpoint/, a Hugging Face model, and then state/STEP, which --resume loads; once, not before step 1."""
     run_dir = Path(run_dir)
     state = run_dir / f"state/{step:08d}"
-    if all_reduce(state.exists(), dist.ReduceOp.MAX):
+    if step == 0 or all_reduce(state.exists(), dist.ReduceOp.MAX):
         return
     options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = dcp_state.get_model_state_dict(policy.model, options=options)  # only on rank 0
@@ -1232,7 +1237,7 @@ def merge_adapters(weights):
 def compute_logprobs(policy, batch, minibatches, args):
     """Return log-probabilities (B, T) of the completions in these minibatches, and 0 for all others.
 
-    The microbatches are those of the first epoch's updates: bfloat16 results depend on them, and the first ratio is 1.
+    The microbatches are those of the first epoch's updates, so that bfloat16 rounds alike, and the first ratio is 1.
     """
     logprobs = torch.zeros_like(batch["sampler_logprobs"])
     for indices in minibatches:
@@ -1307,7 +1312,8 @@ def log_group(args, step, row, texts, rewards):
 
 
 def end_run(args, signals):
-    """Print what the evaluations improved and how to go on; after a signal, exit with its code."""
+    """Print first and last evaluation and how to go on; after a signal to any rank, exit with its code."""
+    signum = int(all_reduce(max(signals, default=0), dist.ReduceOp.MAX))
     if RANK == 0:
         log = [json.loads(line) for line in Path(args.run_dir, "metrics.jsonl").read_text().splitlines()]
         evaluations = [metrics for metrics in log if any(name.startswith("eval/") for name in metrics)]
@@ -1318,15 +1324,15 @@ def end_run(args, signals):
         if Path(args.run_dir, "checkpoint").exists():
             command = shlex.join(["python", sys.argv[0], "--resume", args.run_dir])
             print(f"model: {args.run_dir}/checkpoint")
-            if signals:
+            if signum:
                 print(f"to continue: {command}")
             else:
                 print(f"to train for longer: {command} --num-steps N")
     dist.destroy_process_group()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if signals:
-        raise SystemExit(128 + signals[0])
+    if signum:
+        raise SystemExit(128 + signum)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ Maximise J over θ, and minimise L over φ:
     Âₜ        Aₜ, shifted and scaled to mean 0 and variance 1 over all tokens of the rollout
     V         the value model, with parameters φ. It starts as a copy of the reward model, normalised as the score is
     score     the reward model's, shifted and scaled to mean 0 and variance 1 over samples of the initial policy; if the
-              completion has no stop token, minus --missing-stop-penalty
+              completion has no stop token, minus --missing-stop-penalty. With --reward-model none it is a rule's reward
+              as it is, and V starts as the policy with a new head
     π_ref     the model that training started from
     wₜ        min(π_old(oₜ) / π_sampler(oₜ), --sampler-weight-cap); the sampler has the weights of π_old, but computes
               token by token with a cache, so bfloat16 rounds differently
@@ -28,23 +29,26 @@ Maximise J over θ, and minimise L over φ:
 --ptx-coef c (PPO-ptx) adds c times the mean of log π_θ(x) over the tokens x of other texts to J(θ).
 
 Compared with grpo.py
-- An advantage per token, from a value model; one completion a prompt; four models in memory.
+- An advantage per token, from a value model; one completion a prompt; up to four models in memory.
 - The score is learned. If eval/accuracy falls while the score rises, the policy fools the reward model.
 - The KL penalty is in the reward (log π_old/π_ref at the sample, without gradient); the loss is a mean over tokens.
 
 Departures from the papers
-- The weight w (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training") is near 1.
+- The weight w, which is near 1, is that of Yao et al. (2025), "Your Efficient RL Framework Secretly Brings You
+  Off-Policy RL Training".
 - There is no entropy bonus. The value loss has no coefficient, because V has its own weights and learning rate.
 - Huang et al. only shift scores, so that demonstrations have mean 0. Here they are scaled, too, so β, ε_V and the
   penalty are in units of the standard deviation of 512 samples' scores.
 - Ouyang et al. sum over the tokens of each completion and each text, and take eight texts per completion. Here both
-  are means over tokens, with one text per completion, so their c (γ in eq. 2, 27.8) does not carry over. It is 0 here.
+  are means over tokens, with a text for each completion of an optimizer step, so their c (γ in eq. 2, 27.8) does not
+  carry over. It is 0 here.
 - Adam's betas are 0.9 and 0.95. Gradients of policy and value model are clipped to norm 1, each for itself.
 - Learning rates stay constant after the warm-up; those of Huang et al. fall to 0.
 - The score belongs to the last token; the code of Huang et al. puts it one position later.
 - The score of a completion without a stop token is reduced by a penalty; Huang et al. set it to -1.
-- With bfloat16, the float32 weights start with noise below its resolution, because small steps would be rounded away:
-  ten steps of 1e-6 lower a loss of SmolLM2 from 2.84 to 2.46 with the noise, and to 2.82 without (docs/precision.md).
+- With bfloat16, blocks compute with rounded copies of float32 weights. These start with noise below the resolution of
+  bfloat16, because small updates would change no copy: ten updates with a learning rate of 1e-6 lower the loss of
+  SmolLM2 on 16 rows from 2.84 to 2.82 without the noise, and to 2.46 with it (docs/precision.md).
 
     python ppo_rlhf.py
     python ppo_rlhf.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset Anthropic/hh-rlhf --reward-model runs/.../checkpoint
@@ -107,9 +111,9 @@ class Args:
     clip_eps: float = 0.2
     """epsilon (0.2 in Schulman et al. and in Huang et al.)"""
     value_clip_eps: float = 0.2
-    """how far a value may move towards its return before its gradient stops (0.2 in Huang et al.)"""
+    """how far a value may move towards its return before its gradient stops (0.2 in Huang et al., not scaled)"""
     kl_coef: float = 0.05
-    """beta, the weight of the KL penalty (0.05 in Huang et al.); with 0 no reference model is loaded"""
+    """beta, the weight of the KL penalty (0.05 in Huang et al., of unscaled scores); with 0 there is no reference"""
     gamma: float = 1.0
     """discount factor (1: no discounting)"""
     gae_lambda: float = 0.95
@@ -133,7 +137,7 @@ class Args:
     """folder or Hugging Face name of a reward model with the same tokenizer ("none": train on reward_fn instead, which
     needs answers unless you edit it)"""
     ptx_dataset: str = ""
-    """texts for --ptx-coef, with the column text, or prompt and completion, or messages"""
+    """texts for --ptx-coef: the column text, or chats with the columns that sft.py reads"""
     system_prompt: str = ""
     """system message placed before every prompt that has none; give the one with which the reward model was trained"""
     max_prompt_length: int = 512
@@ -147,7 +151,7 @@ class Args:
     max_completion_length: int = 1024
     """maximum tokens per completion, including the stop token"""
     temperature: float = 1.0
-    """temperature of sampling and of all log-probabilities"""
+    """temperature of rollouts and of their log-probabilities"""
     rollout_batch_size: int = 0
     """maximum completions sampled at once on each rank (0: all); set it if sampling runs out of memory"""
 
@@ -171,13 +175,13 @@ class Args:
     precision: Literal["auto", "bfloat16", "float32"] = "auto"
     """precision of the transformer blocks (auto: bfloat16 where the hardware multiplies it, otherwise float32)"""
     lora_rank: int = 0
-    """train LoRA adapters of this rank; set --learning-rate 3 to 10 times higher (0: train the whole model)"""
+    """train LoRA adapters of this rank; set both learning rates 3 to 10 times higher (0: train the whole models)"""
 
     # evaluation, saving, logging
     eval_every: int = 20
     """steps between evaluations"""
     eval_prompts: int = 256
-    """held-out prompts per evaluation (-1: all)"""
+    """held-out prompts per evaluation (-1: all; of a training split, at most a fifth)"""
     save_every: int = 20
     """steps between saves"""
     run_dir: str = ""
@@ -190,10 +194,17 @@ class Args:
     """log to Weights & Biases as well (WANDB_MODE=offline works)"""
 
 
-# `python ppo_rlhf.py` trains the bundled model with these settings. --tiny gives them to a checkpoint of it, too.
+# Without --model, the bundled model is trained with these settings; with --tiny, also a checkpoint of it.
 TINY = {"learning_rate": 1e-4, "value_learning_rate": 3e-4, "warmup_steps": 8, "num_steps": 30, "prompts_per_step": 128}
 TINY |= {"system_prompt": "", "max_prompt_length": 32, "max_completion_length": 48, "eval_prompts": 512}
 TINY |= {"update_epochs": 2, "microbatch_tokens": 1024, "precision": "float32"}
+
+
+# A batch is a dictionary of tensors with a row for each of B completions. sample_completions returns prompt_ids,
+# prompt_mask (B, P), completion_ids, completion_mask, sampler_logprobs (B, T), truncated and indices (B,). collect adds
+# scores, objectives (B,), old_logprobs, old_values, returns, advantages (B, T) and, where there are any, rule_rewards
+# (B,) and ref_logprobs (B, T). agent.actor(batch, temperature) returns log-probabilities and entropies (B, T), and
+# agent.values(batch) returns values (B, T).
 
 
 def token_rewards(scores, old_logprobs, ref_logprobs, completion_mask, kl_coef):
@@ -250,7 +261,7 @@ def policy_loss(
     clip_eps,
     sampler_weight_cap,
 ):
-    """The negative of eq. 7 of Schulman et al. with the weight w, summed over tokens; the caller divides by them.
+    """The negative of eq. 7 of Schulman et al. with the weight w, summed over tokens, not divided by their number.
 
     All (B, T). Only logprobs get a gradient. Metrics are pairs (sum, count), over tokens.
     """
@@ -269,7 +280,7 @@ def policy_loss(
     num_tokens = mask.sum()
     # At masked places all log-ratios are 0 and ratios 1, so they add nothing to these sums.
     metrics = {
-        "policy/approx_kl": (k3(log_ratio.detach()).sum(), num_tokens),  # 0 in the first update of a step
+        "policy/approx_kl": (k3(log_ratio.detach()).sum(), num_tokens),  # 0 in a step's first update
         "policy/clip_fraction_low": (((ratio < 1 - clip_eps) & (advantages < 0)).sum(), num_tokens),
         "policy/clip_fraction_high": (((ratio > 1 + clip_eps) & (advantages > 0)).sum(), num_tokens),
         "policy/sampler_kl": (k3(sampler_log_ratio).sum(), num_tokens),
@@ -292,7 +303,10 @@ def value_loss(values, old_values, returns, completion_mask, value_clip_eps):
 
 
 class ActorCritic(nn.Module):
-    """The policy (actor) and the value model (critic): saved together, but sharded apart, as rollouts need only one."""
+    """The policy (actor) and the value model (critic), sharded apart, because a rollout needs only the policy.
+
+    open_run, load_state and save take it as their policy: state/ has both models, checkpoint/ has the policy.
+    """
 
     def __init__(self, model, value_model):
         super().__init__()
@@ -371,7 +385,7 @@ def measure_scores(agent, reward_model, tokenizer, rows, args):
 def score_rollout(agent, reward_model, batch, texts, rows, args, signals=None):
     """Return {"scores": (B,)}, which training uses, and, with answers or without a reward model, rule_rewards (B,).
 
-    Return None after a signal: Ctrl-C may have ended programs that the rule reward runs.
+    Return None after a signal: Ctrl-C may have ended programs that an edited rule reward runs.
     """
     scored = {}
     if reward_model is None or rows[0]["answer"] is not None:  # all rows of a dataset have answers, or none
@@ -400,7 +414,7 @@ def rollout_metrics(batch):
     }
     if "rule_rewards" in batch:
         metrics["reward/mean"] = (batch["rule_rewards"].sum(), len(mask))
-    if "ref_logprobs" in batch:  # of π_old, whose samples these are
+    if "ref_logprobs" in batch:  # KL(π_old || π_ref) at samples of π_old, per completion and per token
         ref_log_ratio = batch["old_logprobs"] - batch["ref_logprobs"]  # both are 0 outside the mask
         metrics["rollout/ref_kl_sum"] = (ref_log_ratio.sum(), len(mask))
         metrics["policy/ref_kl"] = (k3(-ref_log_ratio).sum(), mask.sum())
@@ -419,8 +433,7 @@ def collect(agent, ref, reward_model, tokenizer, rows, args, signals):
         return None
     batch |= scored
 
-    # Shuffled minibatches; log-probabilities and values before the update. They are computed in the microbatches of the
-    # first epoch, because bfloat16 results depend on them, and the first ratio is 1.
+    # shuffled minibatches; log-probabilities and values before the update (see compute_logprobs)
     minibatches = []
     for _ in range(args.update_epochs):
         minibatches += torch.randperm(len(texts), device=mask.device).split(args.minibatch_size // WORLD_SIZE)
@@ -436,11 +449,6 @@ def collect(agent, ref, reward_model, tokenizer, rows, args, signals):
     advantages, batch["returns"] = compute_advantages(rewards, batch["old_values"], mask, args.gamma, args.gae_lambda)
     batch["advantages"] = whiten(advantages, mask)
     return batch, minibatches, texts
-
-
-# A batch is a dictionary of tensors with a row for each of B completions: prompt_ids, prompt_mask (B, P);
-# completion_ids, completion_mask and, after collect, sampler_logprobs, old_logprobs, old_values, returns, advantages
-# (B, T). agent.actor(batch, temperature) returns log-probabilities and entropies (B, T), agent.values(batch) values.
 
 
 def accumulate_gradients(agent, batch, indices, divisor, args):
@@ -557,7 +565,7 @@ def main(args):
         stopping = stop_requested(signals)
         if eval_rows and not stopping and (step % args.eval_every == 0 or step == args.num_steps):
             evaluation = evaluate(agent, reward_model, tokenizer, eval_rows, args, step)
-            stopping = stop_requested(signals)  # then it may be wrong, as a rollout may be
+            stopping = stop_requested(signals)  # if so, the reward's programs may have been ended, too
             if not stopping:
                 metrics |= evaluation
         log_step(args, step, metrics)
@@ -571,8 +579,8 @@ def main(args):
     end_run(args, signals)
 
 
-# ---- below: what several scripts share, as identical copies, in the order of use
-# Of these, only this script has check_args, read_row, pair_prompt, load_texts, read_text, InForward, mean_and_variance,
+# ---- below: identical copies of what several scripts share, in the order of use
+# This script's own are only check_args, read_row, pair_prompt, load_texts, read_text, InForward, mean_and_variance,
 # compute_scores, evaluate, compute_values, explained_variance, log_sample.
 
 PATHS = ("model", "dataset", "reward_model", "ptx_dataset")  # flags that may name a file or folder
@@ -618,7 +626,8 @@ def parse_args():
             setattr(args, name, os.path.abspath(path))
     if args.resume:
         current = vars(args) | {"script": Path(sys.argv[0]).name}  # the started file, which may import this one
-        for name in ("script", "dataset", "eval_prompts", "lora_rank"):  # others would train on held-out rows, or fail
+        # Another dataset or eval_prompts would train on held-out rows, another script or lora_rank would not load.
+        for name in ("script", "dataset", "eval_prompts", "lora_rank"):
             if current[name] != settings.get(name, current[name]):
                 raise SystemExit(f"--resume {args.resume}: {name} must stay {settings[name]}, as in {file}")
     if args.run_dir and Path(args.run_dir).exists():
@@ -681,7 +690,7 @@ def load_rows(args, tokenizer):
 def load_splits(name, num_held_out):
     """Load training rows and rows to hold out, whose prompts are taken out when training rows are read.
 
-    Rows are held out of the split test, else of validation, else of train; beside train_sft, these are test_sft, ...
+    Rows are held out of the split test, else of validation, else of train. For train_sft, these are test_sft and so on.
     """
     path, config, split = name, None, ""
     if not Path(name).exists():  # NAME, NAME:CONFIG or NAME:CONFIG:SPLIT
@@ -838,6 +847,8 @@ def parse_answer(text):
 
 def extract_answer(text):
     r"""Return the final answer of a text: its last \boxed{}, else what follows ####, else <answer>, else None.
+
+    If any \boxed has no braces, or is cut off, the answer is not known: None.
 
     <think>\boxed{1}</think> So \boxed{2}.  ->  2
     -\boxed{\frac{1}{2}}                    ->  -\frac{1}{2}
@@ -1069,15 +1080,15 @@ def load_reward_model(name, new_head=True):
 def prepare_model(policy, args, device):
     """Set up bfloat16, gradient checkpointing and FSDP2, where they are needed.
 
-    With bfloat16, trained weights and all gradients are float32, and frozen weights of blocks bfloat16. The blocks
-    compute in bfloat16. Embeddings, final norm and head compute in float32, the head's product as in use_bfloat16.
+    With bfloat16, trained weights and their accumulated gradients are float32, and frozen weights of blocks bfloat16.
+    Blocks compute in bfloat16, all else in float32, but for matrix products (see use_bfloat16).
     """
     blocks = find_blocks(policy.model)
     mp_policy = MixedPrecisionPolicy()
     if args.precision == "bfloat16":
         use_bfloat16(blocks)
         mp_policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    if args.gradient_checkpointing:  # that of transformers does nothing without dropout, in eval mode
+    if args.gradient_checkpointing:  # transformers' own works only in training mode, with dropout
         for block in blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     # On one rank, all that FSDP2 does is to keep float32 weights and to compute with bfloat16 copies of them.
@@ -1101,7 +1112,7 @@ def find_blocks(model):
 
 def use_bfloat16(blocks):
     """Let the blocks compute in bfloat16, from float32 weights that small steps can still move."""
-    torch.set_float32_matmul_precision("medium")  # for heads, and all else here: TF32 on GPUs, bfloat16 on CPUs
+    torch.set_float32_matmul_precision("medium")  # float32 products, such as heads: TF32 on GPUs, bfloat16 on CPUs
     torch.manual_seed(0)  # the same noise on every rank
     for block in blocks:
         block.forward = partial(in_bfloat16, block.forward)
@@ -1231,7 +1242,7 @@ def token_logprobs(model, prompt_ids, prompt_mask, completion_ids, completion_ma
 def head_logprobs(model, hidden, targets, temperature):
     """Return log-probabilities of targets (N,), and entropies, under softmax(head(hidden) / temperature)."""
     head = model.get_output_embeddings()
-    # What some families do to logits. If another is missing here, check_sampler ends the run after a step.
+    # What some families do to logits. If another is missing here, policy/sampler_kl shows it (see check_sampler).
     config = model.config.get_text_config().to_dict()
     scale = config.get("logit_scale") or 1  # Cohere's
     scale = config.get("lm_head_multiplier", scale)  # Falcon-H1's
@@ -1282,7 +1293,7 @@ def show_first_row(row, model, tokenizer):
 
 
 def init_moments(optimizer):
-    """Make AdamW's state, all 0, as its first step would; a save before that step would count as one."""
+    """Make AdamW's state, all 0. If there is none, get_state_dict makes it by a step, which AdamW would count."""
     for group in optimizer.param_groups:
         for weight in group["params"]:
             if weight.requires_grad:
@@ -1532,19 +1543,19 @@ def microbatches(batch, indices, max_tokens):
 
 
 def catch_signals():
-    """Return a list to which Ctrl-C and SIGTERM append; a second Ctrl-C stops the run at once."""
+    """Return a list to which Ctrl-C and SIGTERM append; Ctrl-C after one of them stops the run at once."""
     signals = []
 
     def request_stop(signum, _frame):
         signals.append(signum)
-        if signum == signal.SIGINT:  # SIGTERM may come twice, from a scheduler and from torchrun
-            signal.signal(signum, signal.default_int_handler)  # KeyboardInterrupt
+        # The next Ctrl-C is a KeyboardInterrupt. SIGTERM may come again: a scheduler sends one, and torchrun another.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         # Unlike print, os.write is safe in a signal handler.
-        os.write(2, b"\nsaving and stopping soon; press Ctrl-C again to stop at once\n")
+        os.write(2, b"\nsaving and stopping soon; Ctrl-C stops at once\n")
 
     def reset_child():
-        # multiprocessing ends a reward's processes with SIGTERM. Ctrl-C must leave them alone: a pool whose processes
-        # end by it would be waited for without end. Programs that they start get the default handlers.
+        # multiprocessing ends a reward's processes with SIGTERM. Ctrl-C must leave them alone, or else a pool waits for
+        # tasks of dead processes without end. Programs that they start do not inherit a handler, unlike SIG_IGN.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, lambda *_: None)
 
@@ -1577,7 +1588,7 @@ def append_line(args, name, step, values):
 
 def evaluate(agent, reward_model, tokenizer, rows, args, step):
     """Return the mean score of greedy completions and, with answers, accuracy and pass@k; log rank 0's samples."""
-    torch.manual_seed(mix_seed(args.seed))  # the same draws in each evaluation, so that they compare
+    torch.manual_seed(mix_seed(args.seed))  # the same in each evaluation
     rows = rows[RANK::WORLD_SIZE] or rows[:1]  # every rank must take part, so one row may count twice
     batch, texts = sample_completions(agent.actor, tokenizer, rows, 0.0, args)
     batch |= score_rollout(agent, reward_model, batch, texts, rows, args)
@@ -1597,6 +1608,10 @@ def evaluate(agent, reward_model, tokenizer, rows, args, step):
     return mean_metrics([metrics])
 
 
+# score_completions, reward_fn and is_correct are the rule reward, which you may edit. It is logged beside the reward
+# model's score if the rows have answers. With --reward-model none, training uses it in place of the score.
+
+
 def score_completions(completions, rows):
     """Return one reward per completion; each row has the prompt, the answer and the dataset's other columns.
 
@@ -1608,10 +1623,6 @@ def score_completions(completions, rows):
 def reward_fn(completion, answer):
     """Return the reward of one completion. An answer is a text, "148" for a number, or None without such a column."""
     return float(is_correct(completion, answer))
-
-
-# The next three functions are the rule reward. It is logged beside the reward model's score if the rows have answers.
-# With --reward-model none, training uses it in place of the score. Edit any of them.
 
 
 def is_correct(completion, answer):
@@ -1656,7 +1667,7 @@ def mean_metrics(collected):
 def compute_logprobs(policy, batch, minibatches, args):
     """Return log-probabilities (B, T) of the completions in these minibatches, and 0 for all others.
 
-    The microbatches are those of the first epoch's updates: bfloat16 results depend on them, and the first ratio is 1.
+    The microbatches are those of the first epoch's updates, so that bfloat16 rounds alike, and the first ratio is 1.
     """
     logprobs = torch.zeros_like(batch["sampler_logprobs"])
     for indices in minibatches:
@@ -1677,10 +1688,10 @@ def compute_values(agent, batch, minibatches, args):
 
 
 def save(run_dir, policy, optimizer, tokenizer, step):
-    """Write checkpoint/, a Hugging Face model, and then state/STEP, which --resume loads, unless it is there."""
+    """Write checkpoint/, a Hugging Face model, and then state/STEP, which --resume loads; once, not before step 1."""
     run_dir = Path(run_dir)
     state = run_dir / f"state/{step:08d}"
-    if all_reduce(state.exists(), dist.ReduceOp.MAX):
+    if step == 0 or all_reduce(state.exists(), dist.ReduceOp.MAX):
         return
     options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = dcp_state.get_model_state_dict(policy.model, options=options)  # only on rank 0
@@ -1753,7 +1764,7 @@ def check_sampler(metrics):
 
 
 def log_sample(args, step, row, text, score):
-    """Log a completion, as groups of other scripts; with the first step and each evaluation, print its end, too."""
+    """Log one completion of a step, in lists; with the first step and each evaluation, print its end, too."""
     sample = {"prompt": row["prompt"], "answer": row["answer"], "completions": [text], "scores": [score]}
     append_line(args, "samples.jsonl", step, sample)
     if RANK == 0 and (step in (1, args.num_steps) or step % args.eval_every == 0):
@@ -1761,7 +1772,8 @@ def log_sample(args, step, row, text, score):
 
 
 def end_run(args, signals):
-    """Print what the evaluations improved and how to go on; after a signal, exit with its code."""
+    """Print first and last evaluation and how to go on; after a signal to any rank, exit with its code."""
+    signum = int(all_reduce(max(signals, default=0), dist.ReduceOp.MAX))
     if RANK == 0:
         log = [json.loads(line) for line in Path(args.run_dir, "metrics.jsonl").read_text().splitlines()]
         evaluations = [metrics for metrics in log if any(name.startswith("eval/") for name in metrics)]
@@ -1772,15 +1784,15 @@ def end_run(args, signals):
         if Path(args.run_dir, "checkpoint").exists():
             command = shlex.join(["python", sys.argv[0], "--resume", args.run_dir])
             print(f"model: {args.run_dir}/checkpoint")
-            if signals:
+            if signum:
                 print(f"to continue: {command}")
             else:
                 print(f"to train for longer: {command} --num-steps N")
     dist.destroy_process_group()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if signals:
-        raise SystemExit(128 + signals[0])
+    if signum:
+        raise SystemExit(128 + signum)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,9 @@ Departures from the paper
 - The learning rate rises from 0 and then falls nearly to 0. The paper's starts at its peak and falls to a tenth of it.
 - AdamW has the betas 0.9 and 0.98 and a weight decay of 0.1, and gradients are clipped to norm 1. The paper's Adam has
   the betas 0.9 and 0.95.
-- With bfloat16, the float32 weights start with noise below its resolution, because small steps would be rounded away:
-  ten steps of 1e-6 lower a loss of SmolLM2 from 2.84 to 2.46 with the noise, and to 2.82 without (docs/precision.md).
+- With bfloat16, blocks compute with rounded copies of float32 weights. These start with noise below the resolution of
+  bfloat16, because small updates would change no copy: ten updates with a learning rate of 1e-6 lower the loss of
+  SmolLM2 on 16 rows from 2.84 to 2.82 without the noise, and to 2.46 with it (docs/precision.md).
 
     python sft.py
     python sft.py --model Qwen/Qwen2.5-0.5B --dataset my_chats.jsonl
@@ -108,7 +109,7 @@ class Args:
     eval_every: int = 100
     """steps between evaluations"""
     eval_prompts: int = 256
-    """held-out rows per evaluation (-1: all)"""
+    """held-out rows per evaluation (-1: all; of a training split, at most a fifth)"""
     save_every: int = 100
     """steps between saves"""
     run_dir: str = ""
@@ -227,8 +228,8 @@ def main(args):
     end_run(args, signals)
 
 
-# ---- below: what several scripts share, as identical copies, in the order of use
-# Of these, only this script has load_chats, read_chats, make_model, microbatches, count_tokens.
+# ---- below: identical copies of what several scripts share, in the order of use
+# This script's own are only load_chats, read_chats, make_model, microbatches, count_tokens.
 
 PATHS = ("model", "dataset")  # flags that may name a file or folder
 PROMPT_COLUMNS = ("prompt", "question", "problem")
@@ -271,7 +272,8 @@ def parse_args():
             setattr(args, name, os.path.abspath(path))
     if args.resume:
         current = vars(args) | {"script": Path(sys.argv[0]).name}  # the started file, which may import this one
-        for name in ("script", "dataset", "eval_prompts", "lora_rank"):  # others would train on held-out rows, or fail
+        # Another dataset or eval_prompts would train on held-out rows, another script or lora_rank would not load.
+        for name in ("script", "dataset", "eval_prompts", "lora_rank"):
             if current[name] != settings.get(name, current[name]):
                 raise SystemExit(f"--resume {args.resume}: {name} must stay {settings[name]}, as in {file}")
     if args.run_dir and Path(args.run_dir).exists():
@@ -332,7 +334,7 @@ def load_chats(args, tokenizer):
 def load_splits(name, num_held_out):
     """Load training rows and rows to hold out, whose prompts are taken out when training rows are read.
 
-    Rows are held out of the split test, else of validation, else of train; beside train_sft, these are test_sft, ...
+    Rows are held out of the split test, else of validation, else of train. For train_sft, these are test_sft and so on.
     """
     path, config, split = name, None, ""
     if not Path(name).exists():  # NAME, NAME:CONFIG or NAME:CONFIG:SPLIT
@@ -620,15 +622,15 @@ class LoraLinear(nn.Module):
 def prepare_model(policy, args, device):
     """Set up bfloat16, gradient checkpointing and FSDP2, where they are needed.
 
-    With bfloat16, trained weights and all gradients are float32, and frozen weights of blocks bfloat16. The blocks
-    compute in bfloat16. Embeddings, final norm and head compute in float32, the head's product as in use_bfloat16.
+    With bfloat16, trained weights and their accumulated gradients are float32, and frozen weights of blocks bfloat16.
+    Blocks compute in bfloat16, all else in float32, but for matrix products (see use_bfloat16).
     """
     blocks = find_blocks(policy.model)
     mp_policy = MixedPrecisionPolicy()
     if args.precision == "bfloat16":
         use_bfloat16(blocks)
         mp_policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    if args.gradient_checkpointing:  # that of transformers does nothing without dropout, in eval mode
+    if args.gradient_checkpointing:  # transformers' own works only in training mode, with dropout
         for block in blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     # On one rank, all that FSDP2 does is to keep float32 weights and to compute with bfloat16 copies of them.
@@ -646,7 +648,7 @@ def prepare_model(policy, args, device):
 
 def use_bfloat16(blocks):
     """Let the blocks compute in bfloat16, from float32 weights that small steps can still move."""
-    torch.set_float32_matmul_precision("medium")  # for heads, and all else here: TF32 on GPUs, bfloat16 on CPUs
+    torch.set_float32_matmul_precision("medium")  # float32 products, such as heads: TF32 on GPUs, bfloat16 on CPUs
     torch.manual_seed(0)  # the same noise on every rank
     for block in blocks:
         block.forward = partial(in_bfloat16, block.forward)
@@ -718,7 +720,7 @@ def token_logprobs(model, prompt_ids, prompt_mask, completion_ids, completion_ma
 
 
 def init_moments(optimizer):
-    """Make AdamW's state, all 0, as its first step would; a save before that step would count as one."""
+    """Make AdamW's state, all 0. If there is none, get_state_dict makes it by a step, which AdamW would count."""
     for group in optimizer.param_groups:
         for weight in group["params"]:
             if weight.requires_grad:
@@ -791,15 +793,15 @@ def track_run(args):
 
 
 def catch_signals():
-    """Return a list to which Ctrl-C and SIGTERM append; a second Ctrl-C stops the run at once."""
+    """Return a list to which Ctrl-C and SIGTERM append; Ctrl-C after one of them stops the run at once."""
     signals = []
 
     def request_stop(signum, _frame):
         signals.append(signum)
-        if signum == signal.SIGINT:  # SIGTERM may come twice, from a scheduler and from torchrun
-            signal.signal(signum, signal.default_int_handler)  # KeyboardInterrupt
+        # The next Ctrl-C is a KeyboardInterrupt. SIGTERM may come again: a scheduler sends one, and torchrun another.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         # Unlike print, os.write is safe in a signal handler.
-        os.write(2, b"\nsaving and stopping after this step; press Ctrl-C again to stop at once\n")
+        os.write(2, b"\nsaving and stopping after this step; Ctrl-C stops at once\n")
 
     signal.signal(signal.SIGINT, request_stop)
     signal.signal(signal.SIGTERM, request_stop)
@@ -905,10 +907,10 @@ def stop_requested(signals):
 
 
 def save(run_dir, policy, optimizer, tokenizer, step):
-    """Write checkpoint/, a Hugging Face model, and then state/STEP, which --resume loads, unless it is there."""
+    """Write checkpoint/, a Hugging Face model, and then state/STEP, which --resume loads; once, not before step 1."""
     run_dir = Path(run_dir)
     state = run_dir / f"state/{step:08d}"
-    if all_reduce(state.exists(), dist.ReduceOp.MAX):
+    if step == 0 or all_reduce(state.exists(), dist.ReduceOp.MAX):
         return
     options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = dcp_state.get_model_state_dict(policy.model, options=options)  # only on rank 0
@@ -939,7 +941,8 @@ def merge_adapters(weights):
 
 
 def end_run(args, signals):
-    """Print what the evaluations improved and how to go on; after a signal, exit with its code."""
+    """Print first and last evaluation and how to go on; after a signal to any rank, exit with its code."""
+    signum = int(all_reduce(max(signals, default=0), dist.ReduceOp.MAX))
     if RANK == 0:
         log = [json.loads(line) for line in Path(args.run_dir, "metrics.jsonl").read_text().splitlines()]
         evaluations = [metrics for metrics in log if any(name.startswith("eval/") for name in metrics)]
@@ -950,15 +953,15 @@ def end_run(args, signals):
         if Path(args.run_dir, "checkpoint").exists():
             command = shlex.join(["python", sys.argv[0], "--resume", args.run_dir])
             print(f"model: {args.run_dir}/checkpoint")
-            if signals:
+            if signum:
                 print(f"to continue: {command}")
             else:
                 print(f"to train for longer: {command} --num-steps N")
     dist.destroy_process_group()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if signals:
-        raise SystemExit(128 + signals[0])
+    if signum:
+        raise SystemExit(128 + signum)
 
 
 if __name__ == "__main__":

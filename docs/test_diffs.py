@@ -10,7 +10,7 @@ from sync_copies import MARKER, ROOT
 BUDGETS = {"dr_grpo": (45, 56), "gspo": (53, 68), "dapo": (114, 71), "reinforce": (57, 112)}
 BUDGETS |= {"cispo": (42, 58), "grpo_process": (128, 31), "grpo_tools": (119, 53)}
 # PPO also has a value model and a reward model. DPO has a reference model, and the reward model returns scores.
-MORE_BUDGETS = {("grpo", "ppo_rlhf"): (367, 162), ("reward_model", "dpo"): (109, 75)}
+MORE_BUDGETS = {("grpo", "ppo_rlhf"): (372, 162), ("reward_model", "dpo"): (109, 75)}
 ALL_BUDGETS = {("grpo", script): budget for script, budget in BUDGETS.items()} | MORE_BUDGETS
 
 

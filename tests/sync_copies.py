@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-MARKER = "# ---- below: what several scripts share, as identical copies, in the order of use\n"
+MARKER = "# ---- below: identical copies of what several scripts share, in the order of use\n"
 REFERENCED = ("grpo", "grpo_process")
 ONLINE = ("reinforce", *REFERENCED, "dr_grpo", "dapo", "gspo", "cispo", "grpo_tools")
 PAIRS = ("reward_model", "dpo")

@@ -377,7 +377,11 @@ def test_a_rollout_in_which_a_signal_comes_is_dropped_and_repeated(script, first
     run = tmp_path / "run"
     with pytest.raises(SystemExit, match="^143$"):
         script.main(parse(script, run_dir=run, **settings))
-    assert len(calls) == first and states_of(run) == [f"{first - 1:08d}"]
+    assert len(calls) == first
+    if first == 1:  # no step was made
+        assert not (run / "state").exists()
+        return
+    assert states_of(run) == [f"{first - 1:08d}"]
     script.main(parse(script, resume=run))
     assert_same_run(run, tmp_path / "whole")
 
