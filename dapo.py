@@ -535,15 +535,16 @@ def load_splits(name, num_held_out):
     candidates = [candidate for candidate in candidates if candidate in splits]
     if not candidates or (split and split not in splits):
         raise SystemExit(f"{name} has only the splits {list(splits)}: name one of them, as in NAME:CONFIG:SPLIT")
-    rows = splits[candidates[0]]
+    source = candidates[0]
+    rows = splits[source]
     limit = len(rows)
-    if candidates[0] == train:
+    if source == train:
         limit = len(rows) // 5
     if num_held_out < 0 or num_held_out > limit:
         num_held_out = limit
     if RANK == 0:
         unread = [column for column in rows.column_names if column not in READ_COLUMNS]
-        print(f"{name}: {num_held_out} of {len(rows)} rows of {candidates[0]} are held out; unread columns: {unread}")
+        print(f"{name}: {num_held_out} of {len(rows)} rows of split {source} are held out; unread columns: {unread}")
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
     held_out = rows.select(order[:num_held_out].sort().values)
     return splits.get(train, []), held_out

@@ -47,7 +47,7 @@ def test_a_file_gives_a_fifth_of_its_rows_as_held_out_at_most(tmp_path, tokenize
         train, held_out = load(dataset, tokenizer, eval_prompts=eval_prompts)
         assert prompts_of(held_out) == expected
         assert prompts_of(train) == [prompt for prompt in prompts_of(ROWS) if prompt not in expected]
-        line = f"{dataset}: {len(expected)} of {len(ROWS)} rows of train are held out; unread columns: []\n"
+        line = f"{dataset}: {len(expected)} of {len(ROWS)} rows of split train are held out; unread columns: []\n"
         assert line in capsys.readouterr().out
 
 
