@@ -329,7 +329,7 @@ def parse_args():
         # Another dataset or eval_prompts would train on held-out rows, another script or lora_rank would not load.
         for name in ("script", "dataset", "eval_prompts", "lora_rank"):
             if current[name] != settings.get(name, current[name]):
-                raise SystemExit(f"--resume {args.resume}: {name} must stay {settings[name]}, as in {file}")
+                raise SystemExit(f"--resume {args.resume}: {name} must stay {settings[name]}, not {current[name]}")
     if args.run_dir and Path(args.run_dir).exists():
         raise SystemExit(f"--run-dir {args.run_dir} exists: name a new folder, or give --resume {args.run_dir} alone")
     return args

@@ -161,11 +161,11 @@ def test_a_run_goes_on_with_the_file_that_started_it(run, monkeypatch):
     with pytest.raises(SystemExit, match="this is not the folder of a run, .*args.json does not exist"):
         parse(grpo, resume=run / "checkpoint")
     monkeypatch.setattr(sys, "argv", ["/home/me/my_reward.py", f"--resume={run}"])
-    with pytest.raises(SystemExit, match="script must stay grpo.py, as in "):
+    with pytest.raises(SystemExit, match="script must stay grpo.py, not my_reward.py"):
         grpo.parse_args()
     edit_json(run / "args.json", script="my_reward.py")
     assert grpo.parse_args().resume == str(run)
-    with pytest.raises(SystemExit, match="script must stay my_reward.py, as in "):
+    with pytest.raises(SystemExit, match="script must stay my_reward.py, not dpo.py"):
         parse(dpo, resume=run)
 
 
