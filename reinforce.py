@@ -209,7 +209,7 @@ def policy_loss(logprobs, sampler_logprobs, advantages, completion_mask, sampler
     advantages = advantages.detach()
     # Other code may leave inf or nan at masked places: set them to 0 before exp.
     logprobs = torch.where(mask, logprobs, 0.0)
-    sampler_log_ratio = torch.where(mask, logprobs.detach() - sampler_logprobs, 0.0).detach()
+    sampler_log_ratio = torch.where(mask, logprobs - sampler_logprobs, 0.0).detach()
     weight = sampler_log_ratio.exp().clamp(max=sampler_weight_cap)  # (B, T)
     loss = -(advantages * (weight * logprobs).sum(1)).sum()
     return loss, {"policy/sampler_kl": (k3(sampler_log_ratio).sum(), mask.sum())}

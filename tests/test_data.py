@@ -164,15 +164,15 @@ AS_WRITTEN = ["2", "007", "3.10", "+5", "1e5", "123456789012345678901", "true", 
 @pytest.mark.parametrize("gap", ["", "nan"])
 def test_columns_of_a_csv_are_texts_as_they_are_written(tmp_path, tokenizer, gap, suffix):
     """Prompts and answers alike; a gap in a column makes no 2.0 of a 2."""
-    lines = [f"{text},{text}\n" for text in [*AS_WRITTEN, gap]]
-    text = "prompt,answer\n" + "".join(lines)
-    path = tmp_path / f"rows{suffix}"
-    if suffix == ".tsv":
-        text = text.replace(",", "\t")
-    with gzip.open(path, "wt") if suffix.endswith("gz") else path.open("w") as file:
-        file.write(text)
-    train, _ = load(path, tokenizer)
-    assert [(row["prompt"], row["answer"]) for row in train if row["prompt"] != gap] == [(x, x) for x in AS_WRITTEN]
+    for value in AS_WRITTEN:  # each in columns of its own
+        text = f"prompt,answer\n{value},{value}\n{value},{gap}\n"
+        path = tmp_path / f"rows{suffix}"
+        if suffix == ".tsv":
+            text = text.replace(",", "\t")
+        with gzip.open(path, "wt") if suffix.endswith("gz") else path.open("w") as file:
+            file.write(text)
+        train, _ = load(path, tokenizer)
+        assert (train[0]["prompt"], train[0]["answer"]) == (value, value)
 
 
 def test_a_file_is_read_whatever_is_in_its_name(tmp_path, tokenizer):
@@ -307,6 +307,12 @@ def test_prompts_with_a_chat_template_have_one_bos_and_one_system_message(tmp_pa
     tokenizer = word_tokenizer(TEMPLATE)
     [prompt], _ = load_rows(tmp_path, [row | {"answer": "1"}], tokenizer, system_prompt="be brief")
     assert " ".join(tokenizer.convert_ids_to_tokens(prompt["prompt_ids"])) == expected
+
+
+def test_prompts_of_supervised_data_have_one_bos_token():
+    tokenizer = word_tokenizer(TEMPLATE)
+    ids = sft.encode_prompt(tokenizer, [user("one two")], None)
+    assert tokenizer.convert_ids_to_tokens(ids).count("<bos>") == 1
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

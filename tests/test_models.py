@@ -610,10 +610,12 @@ def test_a_checkpoint_of_a_model_that_reads_images_loads_again(name, tmp_path):
     config = AutoConfig.for_model(name, text_config=text, vision_config=vision)
     torch.manual_seed(0)
     AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "model")
-    model = grpo.load_model(tmp_path / "model", AutoTokenizer.from_pretrained(TINY))
-    assert_saved(model, tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    model = grpo.load_model(tmp_path / "model", tokenizer)
+    save(model, tokenizer, tmp_path)
     saved = json.loads((tmp_path / "checkpoint" / "config.json").read_text())
     assert ("vision_config" in saved) == ("text_config" in saved) == (name == "gemma3")
+    assert_saved(model, tmp_path)
 
 
 WITHOUT_BLOCKS = {"biogpt", "ctrl"}  # they name none

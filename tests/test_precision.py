@@ -91,10 +91,12 @@ def test_gradients_agree_with_float32_within_the_error_of_bfloat16_whatever_the_
 
 def test_the_processor_computes_where_torch_would_shard_on_another_device(monkeypatch):
     """As on a Mac, whose accelerator FSDP takes if it is not told otherwise."""
-    monkeypatch.setattr(torch._C, "_get_accelerator", lambda *_: torch.device("mps"))
+    asked = []
+    monkeypatch.setattr(torch._C, "_get_accelerator", lambda *_: asked.append(1) or torch.device("cpu"))
     policy = prepare(make_model())
     logprobs, _ = policy(make_batch(make_model()), 0.7)
     assert {weight.device.type for weight in policy.parameters()} == {"cpu"} and logprobs.requires_grad
+    assert not asked
 
 
 def test_ranks_add_their_gradients_in_float32(monkeypatch):

@@ -229,7 +229,7 @@ def test_accuracy_is_logged_where_rows_have_answers_whatever_the_reward_is(sums,
     grpo.main(parse(grpo, dataset=sums, run_dir=run, **SMALL | {"num_steps": 1}))
     first = read_jsonl(run / "metrics.jsonl")[0]
     assert first["eval/reward"] == pytest.approx(0.1)
-    assert [first[f"eval/{name}"] for name in ("accuracy", "pass@1", "pass@4")] == [0.0, 0.0, 0.0]
+    assert [first.get(f"eval/{name}") for name in ("accuracy", "pass@1", "pass@4")] == [0.0, 0.0, 0.0]
     assert "accuracy 0.000 -> 0.000\n" in capsys.readouterr().out
     write_jsonl(tmp_path / "open.jsonl", [{"prompt": f"{i}+1="} for i in range(1, 11)])
     monkeypatch.setattr(grpo, "reward_fn", lambda completion, _: float(len(completion)))
