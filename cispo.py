@@ -976,8 +976,9 @@ def catch_signals():
     def reset_child():
         # multiprocessing ends a reward's processes with SIGTERM. Ctrl-C must leave them alone, or else a pool waits for
         # tasks of dead processes without end. Programs that they start do not inherit a handler, unlike SIG_IGN.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, lambda *_: None)
+        if signal.getsignal(signal.SIGTERM) is request_stop:  # main has not ended
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, lambda *_: None)
 
     signal.signal(signal.SIGINT, request_stop)
     signal.signal(signal.SIGTERM, request_stop)

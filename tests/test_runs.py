@@ -419,6 +419,18 @@ def test_a_reward_may_use_processes(sums, tmp_path):
     assert steps_of(tmp_path / "run") == [0, 1, 2]
 
 
+def test_after_a_run_processes_get_the_handlers_of_their_parent(run):
+    """Only while main runs may Ctrl-C not end them."""
+    grpo.main(parse(grpo, resume=run, num_steps=3))
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writer, str(signal.getsignal(signal.SIGINT) is signal.default_int_handler).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(reader, 10) == b"True"
+
+
 def test_saving_before_the_first_gradient_changes_nothing(sums, tmp_path, monkeypatch):
     """AdamW's state that is made for a save must not count as a step."""
     settings = SMALL | {"dataset": sums, "eval_prompts": 0, "num_steps": 4, "kl_coef": 0.0, "warmup_steps": 0}
