@@ -39,9 +39,8 @@ Departures from the paper
 The first command runs the settings TINY below, the second those of Args.
 """
 
-import argparse
 import contextlib
-import glob
+import gzip
 import json
 import math
 import os
@@ -51,6 +50,7 @@ import shutil
 import signal
 import sys
 import time
+import unicodedata
 from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass
@@ -69,7 +69,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tyro
-from datasets import Dataset, load_dataset
+from datasets import load_dataset
+from pyarrow.parquet import ParquetFile
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -78,7 +79,7 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 RANK = int(os.environ.get("RANK", 0))  # torchrun sets RANK and WORLD_SIZE
 WORLD_SIZE = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
 
@@ -128,7 +129,7 @@ class Args:
     warmup_steps: int = 0
     """optimizer steps over which the learning rate rises from 0"""
     minibatch_size: int = 256
-    """completions per optimizer step, over all ranks"""
+    """completions per optimizer step, over all ranks; at most those of a rollout"""
     microbatch_tokens: int = 16384
     """maximum tokens per forward pass, including padding; lower it if the update runs out of memory"""
     update_epochs: int = 1
@@ -392,7 +393,7 @@ def main(args):
     last_step = open_run(args, policy, optimizer)
     signals = catch_signals()
     rank_minibatch_size = args.minibatch_size // WORLD_SIZE
-    if eval_rows and not args.resume:
+    if eval_rows and last_step == 0:
         log_step(args, 0, evaluate(policy, tokenizer, eval_rows, args, 0))
 
     progress = tqdm(range(last_step + 1, args.num_steps + 1), disable=RANK > 0)
@@ -472,7 +473,6 @@ PATHS = ("model", "dataset")  # flags that may name a file or folder
 PROMPT_COLUMNS = ("prompt", "question", "problem")
 ANSWER_COLUMNS = ("answer", "solution", "ground_truth")
 READ_COLUMNS = (*PROMPT_COLUMNS, *ANSWER_COLUMNS, "system", "tools")
-FORMATS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 EVAL_SAMPLES = 4  # completions per held-out prompt, for pass@1 and pass@4
 LORA_ALPHA = 32  # an adapter's output is multiplied by alpha / rank
@@ -484,11 +484,7 @@ inner_bar = partial(tqdm, leave=False, delay=5, disable=RANK > 0)
 
 def parse_args():
     """Read the flags. Their defaults are TINY, those of Args or, with --resume, the settings of the run."""
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--model")
-    first.add_argument("--tiny", action=argparse.BooleanOptionalAction)
-    first.add_argument("--resume")
-    given, _ = first.parse_known_args()
+    given, _ = tyro.cli(Args, add_help=False, return_unknown_args=True)
     defaults = {}
     if given.resume:
         file = Path(given.resume, "args.json")
@@ -500,28 +496,45 @@ def parse_args():
             print(f"{file}: settings that this version does not have are ignored: {', '.join(unknown)}")
         defaults = {name: value for name, value in settings.items() if name in vars(Args())}
         defaults["run_dir"] = ""  # the same folder again, unless --run-dir names another
-    elif given.tiny or given.model is None:
+    elif given.tiny or given.model == Args.model:
         defaults = TINY
     args = tyro.cli(Args, default=Args(**defaults))
     for name in PATHS:  # absolute, because a run may be resumed from another folder
         path = getattr(args, name)
         if path and Path(path).exists():
             setattr(args, name, os.path.abspath(path))
+        elif path.startswith(("/", ".")):
+            raise SystemExit(f"--{name} {path}: there is no such file or folder")
     if args.resume:
         current = vars(args) | {"script": Path(sys.argv[0]).name}  # the started file, which may import this one
         # Another dataset or eval_prompts would train on held-out rows, another script or lora_rank would not load.
         for name in ("script", "dataset", "eval_prompts", "lora_rank"):
             if current[name] != settings.get(name, current[name]):
-                raise SystemExit(f"--resume {args.resume}: {name} must stay {settings[name]}, not {current[name]}")
+                message = f"{name} must stay {settings[name]}, not {current[name]}"
+                raise SystemExit(f"--resume {args.resume}: {message} (if data have moved, edit {file})")
+    if args.resume and not args.run_dir and RANK == 0:
+        lock_run(args.resume)
     if args.run_dir and Path(args.run_dir).exists():
         raise SystemExit(f"--run-dir {args.run_dir} exists: name a new folder, or give --resume {args.run_dir} alone")
     return args
 
 
+def lock_run(run_dir):
+    """Exit if another process runs this run; let no other run it until this process ends, also if it is killed."""
+    file = os.open(f"{run_dir}/args.json", os.O_RDWR)  # never closed, which would unlock it
+    try:
+        os.lockf(file, os.F_TLOCK, 0)
+    except BlockingIOError as error:
+        raise SystemExit(f"{run_dir}: another process is still running this run") from error
+    except OSError:  # a file system without locks
+        pass
+
+
 def init_ranks():
     """Join the process group of torchrun, or make a group of one; return this rank's device."""
     if hasattr(sys.stdout, "reconfigure"):  # a notebook's has none
-        sys.stdout.reconfigure(errors="replace")  # a letter that the terminal lacks must not end a run
+        # A letter that the terminal lacks must not end a run, and a log must show at once what the model reads.
+        sys.stdout.reconfigure(errors="replace", line_buffering=True)
     device = torch.device("cpu")
     backend = "gloo"
     if torch.cuda.is_available():
@@ -542,8 +555,11 @@ def check_args(args):
             raise SystemExit(f"--{name.replace('_', '-')} must be above 0")
     if args.group_size < 2:
         raise SystemExit("--group-size must be at least 2: a group of one has advantage 0")
-    if args.prompts_per_step * args.group_size % args.minibatch_size:
-        raise SystemExit(f"--minibatch-size {args.minibatch_size} must divide --prompts-per-step times --group-size")
+    size = args.prompts_per_step * args.group_size
+    args.minibatch_size = min(args.minibatch_size, size)
+    if size % args.minibatch_size:
+        allowed = f"must divide --prompts-per-step times --group-size, as {size} does"
+        raise SystemExit(f"--minibatch-size {args.minibatch_size} {allowed}")
     if args.prompts_per_step % WORLD_SIZE or args.minibatch_size % WORLD_SIZE:
         raise SystemExit(f"--prompts-per-step and --minibatch-size must be multiples of the {WORLD_SIZE} ranks")
     if args.precision == "auto":
@@ -576,18 +592,15 @@ def load_splits(name, num_held_out):
     path, config, split = name, None, ""
     if not Path(name).exists():  # NAME, NAME:CONFIG or NAME:CONFIG:SPLIT
         path, config, split, *_ = [*name.split(":"), "", ""]
-    file_type = Path(name.lower().removesuffix(".gz")).suffix
     try:
-        if file_type in SEPARATORS:
-            # All columns are texts, as they stand in the file: no 7 for 007, and no missing value for NA.
-            table = pandas.read_csv(name, sep=SEPARATORS[file_type], dtype=str, keep_default_na=False, index_col=False)
-            splits = {"train": Dataset.from_pandas(table)}
-        elif file_type in FORMATS:
-            splits = load_dataset(FORMATS[file_type], data_files=glob.escape(name))
+        if Path(path).is_file():
+            splits = {"train": read_file(path)}
+        elif re.search(r"[*?[]|::", path):
+            raise ValueError("datasets takes *, ?, [ and :: in a folder's name for a pattern: rename the folder")
         else:
             splits = load_dataset(path, config or None)
     except Exception as error:  # datasets wraps the error that says more
-        raise SystemExit(f"{name} cannot be read: {error.__cause__ or error!r}") from error
+        raise SystemExit(f"{name} cannot be read: {error.__cause__ or error}") from error
     train = split or "train"
     candidates = [train.replace("train", kind) for kind in ("test", "validation", "train")]
     candidates = [candidate for candidate in candidates if candidate in splits]
@@ -601,11 +614,30 @@ def load_splits(name, num_held_out):
     if num_held_out < 0 or num_held_out > limit:
         num_held_out = limit
     if RANK == 0:
-        unread = [column for column in rows.column_names if column not in READ_COLUMNS]
+        unread = [column for column in next(iter(rows), {}) if column not in READ_COLUMNS]
         print(f"{name}: {num_held_out} of {len(rows)} rows of split {source} are held out; unread columns: {unread}")
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
-    held_out = rows.select(order[:num_held_out].sort().values)
+    held_out = [rows[i] for i in order[:num_held_out].sort().values.tolist()]
     return splits.get(train, []), held_out
+
+
+def read_file(path):
+    """Read a file's rows as they stand in it: 007 is no 7, NA is no missing value, and a date stays a text."""
+    file_type = Path(path.lower().removesuffix(".gz")).suffix
+    if file_type in SEPARATORS:
+        table = pandas.read_csv(path, sep=SEPARATORS[file_type], dtype=str, keep_default_na=False, index_col=False)
+        return table.to_dict("records")
+    if file_type == ".parquet":
+        return ParquetFile(path).read().to_pylist(maps_as_pydicts="lossy")
+    data = Path(path).read_bytes()
+    if path.endswith(".gz"):
+        data = gzip.decompress(data)
+    text = data.decode("utf-8-sig").strip()
+    if text.startswith("{"):  # JSON Lines
+        text = "[" + text.replace("\n{", "\n,{") + "]"
+    rows = json.loads(text)
+    columns = dict.fromkeys(column for row in rows for column in row)
+    return [columns | row for row in rows]
 
 
 def read_rows(kind, rows, held_out, args, tokenizer):
@@ -624,7 +656,9 @@ def read_rows(kind, rows, held_out, args, tokenizer):
             kept.append(row_read)
     if RANK == 0:  # many unknown tokens are a sign of a wrong tokenizer
         unknown = sum(tokenizer.unk_token_id in row["prompt_ids"] for row in kept)
+        marked = sum(any(mark in str(row["prompt"]) for mark in tokenizer.all_special_tokens) for row in kept)
         print(f"{len(kept)} {kind} rows, dropped: {dict(dropped)}, prompts with unknown tokens: {unknown}")
+        print(f"{kind} prompts with special tokens in their text: {marked}")
     return kept
 
 
@@ -657,9 +691,11 @@ def find_column(row, names):
             value = row[name]
             if value is None or value != value:  # only nan differs from itself
                 return ""
+            if isinstance(value, bytes):
+                value = value.decode()
             if isinstance(value, (str, list)):
                 return value
-            return json.dumps(value)  # numbers as texts, and true rather than True
+            return json.dumps(value, default=str).strip('"')  # numbers and dates as texts, and true rather than True
     return None
 
 
@@ -671,22 +707,23 @@ def parse_gold(answer):
 # Ways to write an answer, and what they become, in this order.
 NOTATIONS = (
     ("\u2212", "-"),  # the minus sign that is not a hyphen
+    ("[\u00ad\u200b-\u200f\u2060\ufeff]", ""),  # marks without width
     (r"\\([$%])", r"\1"),  # \$ \% -> $ %
     (r"\\[()\[\]]|\$\$", "$"),  # \( \) \[ \] $$ -> $
     (r"^(?:\*\*(.*)\*\*|\$([^$]*)\$|\{([^{}]*)\}|(.*)\.)$", r"\1\2\3\4"),  # **5** $5$ {5} 5. -> 5
-    (r"(?<=[0-9])(?:\\!,|,\\!|\\,|\{,\})(?=[0-9])", ","),  # 1{,}000 1\,000 1,\!000 -> 1,000
+    (r"(?<=\d)(?:\\!,|,\\!|\\,|\{,\})(?=\d)", ","),  # 1{,}000 1\,000 1,\!000 -> 1,000
     (r"^([+-]?) ?[$£€] ?(?!.*\$)", r"\1"),  # -$5 -> -5
     (r"\\[dt]frac", r"\\frac"),  # \dfrac \tfrac -> \frac
-    (r"\\frac ?([0-9])", r"\\frac{\1}"),  # \frac12 -> \frac{1}2
-    (r"(\\frac\{[^{}]*\}) ?([0-9])", r"\1{\2}"),  # \frac{1}2 -> \frac{1}{2}
-    (r"^([+-]?) ?\\frac\{([+-]?[0-9]+)\}\{([+-]?[0-9]+)\}$", r"\1\2/\3"),  # -\frac{1}{2} -> -1/2
+    (r"\\frac ?(\d)", r"\\frac{\1}"),  # \frac12 -> \frac{1}2
+    (r"(\\frac\{[^{}]*\}) ?(\d)", r"\1{\2}"),  # \frac{1}2 -> \frac{1}{2}
+    (r"^([+-]?) ?\\frac\{([+-]?\d+)\}\{([+-]?\d+)\}$", r"\1\2/\3"),  # -\frac{1}{2} -> -1/2
     (r"\\(?:text|textbf|mathrm|mbox) ?\{([^{}\\]*)\}", r"\1"),  # \text{red} -> red
 )
 NUMBER = re.compile(
     r"([+-]?) ?"  # sign
-    r"(?=[0-9.])"  # the text does not end here, although each of the next parts may be empty
-    r"((?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]*)(?:\.[0-9]+)?(?:e[+-]?[0-9]{1,2})?)"  # 1,234  5  .5  1e-05
-    r"(?: ?/ ?([+-]?0*[1-9][0-9]*))?"  # a divisor other than 0
+    r"(?=[\d.])"  # the text does not end here, although each of the next parts may be empty
+    r"((?:[1-9]\d{0,2}(?:,\d{3})+|\d*)(?:\.\d+)?(?:e[+-]?\d{1,2})?)"  # 1,234  5  .5  1e-05
+    r"(?: ?/ ?([+-]?0*[1-9]\d*))?"  # a divisor other than 0
 )
 
 
@@ -698,6 +735,8 @@ def parse_answer(text):
     """
     if len(text) > 1000:  # no answer is that long, and Python refuses to read numbers of more than 4300 digits
         return text
+    text = re.sub("([¹²³⁰-₉])", r"^\1", text)  # 4² is no 42
+    text = unicodedata.normalize("NFKC", text)  # a wide ２ is a 2, and é is one letter
     for pattern, replacement in NOTATIONS + NOTATIONS:
         text = re.sub(pattern, replacement, text).strip()
     number = NUMBER.fullmatch(text)
@@ -710,10 +749,11 @@ def parse_answer(text):
 def extract_answer(text):
     r"""Return the final answer of a text: its last \boxed{}, else what follows ####, else <answer>, else None.
 
-    If any \boxed has no braces, or is cut off, the answer is not known: None.
+    If a \boxed is cut off, the answer is not known: None.
 
     <think>\boxed{1}</think> So \boxed{2}.  ->  2
     -\boxed{\frac{1}{2}}                    ->  -\frac{1}{2}
+    It is $\boxed 2$.                       ->  2
     1 + 1 = 2 #### 2                        ->  2
     """
     text = text.rpartition("</think>")[2].partition("<think>")[0]  # drop thoughts, also one that was cut off
@@ -721,9 +761,9 @@ def extract_answer(text):
     while "\\boxed" in text:
         before, _, after = text.partition("\\boxed")
         answer = read_braces(after)
-        if answer is None:  # a box without braces, or one that was cut off: the final answer is not known
+        if answer is None:  # a box that was cut off: the final answer is not known
             return None
-        text = after[len(answer) + 2 :]
+        text = after[len(answer) :]
         if before.endswith(("-", "\u2212")):
             answer = "-" + answer
     if answer is not None:
@@ -737,9 +777,10 @@ def extract_answer(text):
 
 
 def read_braces(text):
-    """Return what the braces at the start of a text enclose, or None if there are none: {a{b}}c -> a{b}"""
+    """Return what the braces at the start of a text enclose, {a{b}}c -> a{b}, or its first word; None if cut off."""
+    text = text.strip()
     if not text.startswith("{"):
-        return None
+        return re.split(r"[\s$]", text)[0] or None
     depth = 0
     for place, letter in enumerate(text):
         if letter == "{":
@@ -755,7 +796,11 @@ def as_messages(value, role):
     """Return a text as a message of this role, and messages as they are, without nulls."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
-    return without_nulls(value)
+    messages = without_nulls(value)
+    for message in messages:
+        if "content" in message and isinstance(message["content"], list):  # parts {"type": "text", "text": "5"}
+            message["content"] = "".join(part["text"] for part in message["content"])
+    return messages
 
 
 def without_nulls(value):
@@ -772,7 +817,8 @@ def encode_prompt(tokenizer, messages, tools, continued=False):
     if tokenizer.chat_template is not None:
         how = {"add_generation_prompt": not continued, "continue_final_message": continued}
         return tokenizer.apply_chat_template(messages, tools=tools, return_dict=False, **how)
-    ids = tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]
+    text = "\n\n".join(message["content"] for message in messages)
+    ids = tokenizer(text, split_special_tokens=True)["input_ids"]
     if ids[-1] == tokenizer.eos_token_id:  # some tokenizers add it
         ids.pop()
     return ids
@@ -780,11 +826,17 @@ def encode_prompt(tokenizer, messages, tools, continued=False):
 
 def load_model(name, tokenizer):
     """Load a language model in float32, with dropout off, and put all its stop tokens into its generation config."""
-    model, info = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
+    except ValueError as error:
+        reason = str(error).splitlines()[0]
+        raise SystemExit(f"{name} is no causal language model (an adapter must be merged first): {reason}") from error
     if info["missing_keys"]:
         raise SystemExit(f"{name}: weights are missing, among them {min(info['missing_keys'])}")
     if hasattr(model, "peft_config"):
         raise SystemExit(f"{name} is an adapter: merge it into its model first, with merge_and_unload() of peft")
+    if RANK == 0 and type(model).__name__ not in str(model.config.architectures):
+        print(f"{name}: only its language model, {type(model).__name__}, is trained and saved")
     if model.num_parameters() < 10_000_000:
         torch.set_num_threads(1)  # on a CPU, more threads would mostly wait for each other
     # nn.Embedding gives the row padding_idx no gradient, but the padding token may also be the stop token.
@@ -1043,32 +1095,34 @@ def open_run(args, policy, optimizer):
         args.run_dir = f"runs/{Path(sys.argv[0]).stem}__{args.seed}__{started}"
     if RANK == 0:
         kind = type(policy.model).__name__
-        print(f"{args.run_dir}: {kind}, {args.precision} on {policy.model.device}, number of ranks: {WORLD_SIZE}")
+        where = f"{policy.model.device}, number of ranks: {WORLD_SIZE}, steps done: {last_step}"
+        print(f"{args.run_dir}: {kind}, {args.precision} on {where}")
         Path(args.run_dir).mkdir(parents=True, exist_ok=bool(args.resume))
         settings = {"script": Path(sys.argv[0]).name} | vars(args)
         Path(args.run_dir, "args.json").write_text(json.dumps(settings, indent=2))
-        Path(args.run_dir, "metrics.jsonl").touch()
+        lock_run(args.run_dir)
         if args.track:
             track_run(args)
     return last_step
 
 
 def load_state(run_dir, policy, optimizer):
-    """Load the newest state, remove later lines from the logs, and return the state's step."""
+    """Load the newest state, if there is one, remove later lines from the logs, and return the state's step."""
+    step = 0
     folders = sorted(run_dir.glob("state/0*"))  # steps have eight digits; not state/unfinished
-    if not folders:
-        raise SystemExit(f"--resume {run_dir}: this run has no saved state; start it again without --resume")
-    # dcp.load fills tensors in place, so it is given the present state.
-    model, moments = dcp_state.get_state_dict(policy, optimizer)
-    dcp.load({"model": model, "optimizer": moments}, checkpoint_id=folders[-1])
-    dcp_state.set_state_dict(policy, optimizer, model_state_dict=model, optim_state_dict=moments)
-    step = int(folders[-1].name)
+    if folders:
+        # dcp.load fills tensors in place, so it is given the present state.
+        model, moments = dcp_state.get_state_dict(policy, optimizer)
+        dcp.load({"model": model, "optimizer": moments}, checkpoint_id=folders[-1])
+        dcp_state.set_state_dict(policy, optimizer, model_state_dict=model, optim_state_dict=moments)
+        step = int(folders[-1].name)
     if RANK == 0:
         for name in ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl"):
             log = run_dir / name
             if log.exists():
                 lines = [line for line in log.read_text().splitlines(True) if line.endswith("\n")]  # whole ones
-                log.write_text("".join(line for line in lines if json.loads(line)["step"] <= step))
+                # Without a state, the evaluation before training is repeated.
+                log.write_text("".join(line for line in lines if step > 0 and json.loads(line)["step"] <= step))
     return step
 
 
@@ -1101,16 +1155,25 @@ def catch_signals():
         # Unlike print, os.write is safe in a signal handler.
         os.write(2, b"\nsaving and stopping soon; Ctrl-C stops at once\n")
 
+    def hold():
+        # A signal to a new process must wait until reset_child has run there.
+        if signal.getsignal(signal.SIGTERM) is request_stop:  # main has not ended
+            signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+
+    def release():
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
+
     def reset_child():
         # multiprocessing ends a reward's processes with SIGTERM. Ctrl-C must leave them alone, or else a pool waits for
         # tasks of dead processes without end. Programs that they start do not inherit a handler, unlike SIG_IGN.
-        if signal.getsignal(signal.SIGTERM) is request_stop:  # main has not ended
+        if signal.getsignal(signal.SIGTERM) is request_stop:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGINT, lambda *_: None)
+            release()
 
     signal.signal(signal.SIGINT, request_stop)
     signal.signal(signal.SIGTERM, request_stop)
-    os.register_at_fork(after_in_child=reset_child)
+    os.register_at_fork(before=hold, after_in_parent=release, after_in_child=reset_child)
     return signals
 
 
@@ -1127,7 +1190,7 @@ def log_step(args, step, metrics):
     if shown:
         tqdm.write(f"evaluation after step {step}: {', '.join(shown)}")
     if metrics.get("reward/zero_std") == 1:
-        tqdm.write(f"step {step}: all completions of each group have the same reward")
+        tqdm.write(f"step {step}: all completions of each group have the same reward (see docs/is_this_normal.md)")
 
 
 def append_line(args, name, step, values):
@@ -1444,12 +1507,14 @@ def end_run(args, signals):
     """Print first and last evaluation and how to go on; after a signal to any rank, exit with its code."""
     signum = int(all_reduce(max(signals, default=0), dist.ReduceOp.MAX))
     if RANK == 0:
-        log = [json.loads(line) for line in Path(args.run_dir, "metrics.jsonl").read_text().splitlines()]
+        file = Path(args.run_dir, "metrics.jsonl")
+        file.touch()  # if there was nothing to do
+        log = [json.loads(line) for line in file.read_text().splitlines()]
         evaluations = [metrics for metrics in log if any(name.startswith("eval/") for name in metrics)]
         if len(evaluations) > 1:
-            for name, value in evaluations[-1].items():
+            for name, value in evaluations[0].items():
                 if name.startswith("eval/"):
-                    print(f"{name.removeprefix('eval/')} {evaluations[0][name]:.3f} -> {value:.3f}")
+                    print(f"{name.removeprefix('eval/')} {value:.3f} -> {evaluations[-1][name]:.3f}")
         if Path(args.run_dir, "checkpoint").exists():
             command = shlex.join(["python", sys.argv[0], "--resume", args.run_dir])
             print(f"model: {args.run_dir}/checkpoint")

@@ -16,6 +16,7 @@ from tiny import ROOT, TINY, exit_line, load_module, parse, read_jsonl, write_js
 from tiny import SCRIPTS as OF_COMPLETIONS
 from transformers import AutoModelForCausalLM
 
+import dapo
 import dpo
 import grpo
 import grpo_process
@@ -52,8 +53,8 @@ def small(script):
 CONTEXT = "add up to [23][0-9]{2} tokens, but the model's context has only 256; a checkpoint of .* needs --tiny$"
 BAD_CASES = [(script, {"max_completion_length": 250}, CONTEXT) for script in (grpo, dpo, ppo_rlhf)]
 BAD_CASES += [
-    (grpo, {"minibatch_size": 3}, "^--minibatch-size 3 must divide --prompts-per-step times --group-size$"),
-    (ppo_rlhf, {"prompts_per_step": 6, "minibatch_size": 4}, "^--minibatch-size 4 must divide --prompts-per-step"),
+    (grpo, {"minibatch_size": 3}, "^--minibatch-size 3 must divide --prompts-per-step times --group-size, as 4 does$"),
+    (ppo_rlhf, {"prompts_per_step": 6, "minibatch_size": 4}, "^--minibatch-size 4 must divide --prompts-per-step 6$"),
     (grpo, {"group_size": 1}, "^--group-size must be at least 2"),
     (reinforce, {"group_size": 1, "baseline": "group_mean"}, "^--group-size must be at least 2"),
     (ppo_rlhf, {"reward_model": str(TINY)}, "models/tiny is not a complete reward model: .* score.weight$"),
@@ -64,6 +65,29 @@ BAD_CASES += [
 def test_bad_settings_exit_with_one_line_and_leave_nothing_behind(folder, script, settings, expected):
     assert re.search(expected, exit_line(script, **small(script) | settings))
     assert [path.name for path in folder.iterdir()] == ["sums.jsonl"]
+
+
+def test_a_minibatch_has_at_most_the_completions_of_a_rollout():
+    """Few prompts per step need no --minibatch-size."""
+    for script in (grpo, dapo, ppo_rlhf):
+        given = {"prompts_per_step": 4, "group_size": 4, "reward_model": str(TINY)}
+        args = script.Args(**{name: value for name, value in given.items() if name in names_of(script)})
+        script.check_args(args)
+        assert args.minibatch_size == (4 if script is ppo_rlhf else 16)
+
+
+@pytest.mark.parametrize("flag", ["model", "dataset"])
+@pytest.mark.parametrize("path", ["/no/such place", "./no/such", "../no"])
+@pytest.mark.usefixtures("folder")
+def test_a_path_of_nothing_is_not_looked_for_on_the_hub(flag, path):
+    with pytest.raises(SystemExit, match=f"^--{flag} {path}: there is no such file or folder$"):
+        parse(grpo, **small(grpo) | {flag: path})
+
+
+def test_a_link_to_a_script_finds_the_bundled_model(folder):
+    (folder / "linked.py").symlink_to(ROOT / "grpo.py")
+    module = load_module(folder / "linked.py")
+    assert module.Args.model == str(TINY)
 
 
 @pytest.mark.parametrize("content", [{"args.json": "{}"}, {"notes.txt": "mine"}])

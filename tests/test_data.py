@@ -2,15 +2,21 @@
 
 import gzip
 import json
+import os
 import re
 import subprocess
 import sys
 from collections import Counter
-from datetime import datetime
+from datetime import date
+from decimal import Decimal
+from pathlib import Path
 
 import pandas
+import pyarrow
 import pytest
+from pyarrow import parquet
 from tiny import ROOT, TEMPLATE, TINY, assistant, make_tokenizer, read_jsonl, user, word_tokenizer, write_rows
+from transformers import AutoTokenizer
 
 import dpo
 import grpo
@@ -19,6 +25,7 @@ import sft
 
 pytestmark = pytest.mark.usefixtures("alone")
 DATA = ROOT / "data"
+TEXT_MAP = pyarrow.map_(pyarrow.string(), pyarrow.string())
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(1, 11)]
 
 
@@ -112,11 +119,12 @@ GOOD_LINE = '{"prompt": "1+1=", "answer": "2"}\n'
 @pytest.mark.parametrize(
     "name, text, cause",
     [
-        ("a.jsonl", "", "StopIteration"),
-        ("a.jsonl", GOOD_LINE * 6 + '{"prompt": "1+1=", "answer": \n' + GOOD_LINE, "JSON parse error|Expected object"),
+        ("a.jsonl", "", "Expecting value: line 1"),
+        ("a.jsonl", GOOD_LINE * 6 + '{"prompt": "1+1=", "answer": \n' + GOOD_LINE, "Expecting value: line 8 column 1"),
         ("a.csv", "prompt,answer\n1,2\n1,2,3\n", "Expected 2 fields in line 3, saw 3"),
         ("a.parquet", "PAR1", "Parquet"),
-        ("a.jsonl", None, "Unable to find"),
+        ("a.json", '[{"prompt": "1+1="}', "Expecting ',' delimiter"),
+        ("a.jsonl", None, "Couldn't find any data file|doesn't exist"),
     ],
 )
 def test_a_data_set_that_is_damaged_or_missing_is_not_trained_on(tmp_path, tokenizer, name, text, cause):
@@ -185,6 +193,96 @@ def test_a_file_is_read_whatever_is_in_its_name(tmp_path, tokenizer):
         assert len(train) == len(ROWS), name
 
 
+@pytest.mark.parametrize("name", ["a::b.jsonl", "a b.csv", "#%25.parquet", "ROWS.JSONL"])
+def test_other_names_are_names_too(tmp_path, tokenizer, name):
+    train, _ = load(write_rows(tmp_path / name, ROWS), tokenizer)
+    assert len(train) == len(ROWS)
+
+
+@pytest.mark.parametrize("name", ["run[1]", "run?", "a::b"])
+def test_a_folder_whose_name_datasets_takes_for_a_pattern_has_to_be_renamed(tmp_path, tokenizer, name):
+    """Else the rows of run1 would be read instead."""
+    for folder in ("run1", name):
+        write_rows(tmp_path / folder / "train.jsonl", ROWS)
+    with pytest.raises(SystemExit, match="cannot be read: .*rename the folder$"):
+        load(tmp_path / name, tokenizer)
+
+
+def test_a_file_that_was_replaced_is_read_anew_whatever_its_time_stamp(tmp_path, tokenizer):
+    """rsync -t and cp -p keep the time of a file."""
+    for suffix in (".jsonl", ".parquet", ".csv"):
+        for answer in ("1", "2"):
+            path = write_rows(tmp_path / f"rows{suffix}", [{"prompt": "1+1=", "answer": answer}])
+            os.utime(path, (1_700_000_000, 1_700_000_000))
+            [row], _ = load(path, tokenizer)
+            assert row["answer"] == answer
+
+
+@pytest.mark.parametrize("late", [{"answer": "two"}, {"answer": 2.5}, {"answer": 3, "extra": [1]}, {"answer": None}])
+def test_a_type_may_change_late_in_a_file(tmp_path, tokenizer, late):
+    """Arrow settles the types by the first ten megabytes."""
+    rows = [{"prompt": f"{i}+1=", "answer": i, "note": "x" * 100_000} for i in range(120)]
+    train, _ = load_rows(tmp_path, [*rows, {"prompt": "1+1=", **late}], tokenizer)
+    assert [row["answer"] for row in train][:120] == [str(i) for i in range(120)]
+    assert [row["answer"] for row in train][120:] == [str(late["answer"])] * (late["answer"] is not None)
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl", ".jsonl.gz"])
+def test_values_of_json_stay_what_they_are(tmp_path, tokenizer, suffix):
+    """Dates, texts that look like numbers, rows without a column, letters that end a line elsewhere, and a mark of
+    the byte order."""
+    texts = [*AS_WRITTEN, "a\u2028b", "2024-01-02T03:04"]
+    rows = [{"prompt": f"{i}+1=", "answer": text} for i, text in enumerate(texts)]
+    path = Path(write_rows(tmp_path / f"rows{suffix}", [*rows, {"prompt": "1+1="}]))
+    if suffix == ".jsonl":
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\r\n\r\n" for row in rows)
+        path.write_bytes(b"\xef\xbb\xbf" + text.encode())
+    train, _ = load(path, tokenizer)
+    assert [row["answer"] for row in train] == [row["answer"] for row in rows]
+
+
+def test_values_of_parquet_are_read_as_a_person_reads_them(tmp_path, tokenizer):
+    messages = pyarrow.array([[[("role", "user"), ("content", "1+1=")]]], pyarrow.list_(TEXT_MAP))
+    columns = {
+        "2.50": {"prompt": ["1+1="], "answer": [Decimal("2.50")]},
+        "2": {"prompt": [b"1+1="], "answer": [b"2"]},
+        "2024-01-02": {"prompt": messages, "answer": [date(2024, 1, 2)]},
+        "3": {"prompt": ["1+1="], "answer": [3], "unread": pyarrow.array([[("a", "b")]], TEXT_MAP)},
+    }
+    for answer, table in columns.items():
+        parquet.write_table(pyarrow.table(table), tmp_path / "rows.parquet")
+        [row], _ = load(tmp_path / "rows.parquet", tokenizer)
+        assert row["answer"] == answer
+        assert tokenizer.decode(row["prompt_ids"]) == "<|user|>1+1=<|assistant|>"
+
+
+def test_messages_may_be_lists_of_parts(tokenizer):
+    parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "1="}]
+    args = grpo.Args(system_prompt="", max_prompt_length=32)
+    row, _ = grpo.read_row({"prompt": [user(parts)], "answer": "2"}, args, tokenizer)
+    assert tokenizer.decode(row["prompt_ids"]) == "<|user|>1+1=<|assistant|>"
+    with pytest.raises(KeyError, match="text"):
+        grpo.read_row({"prompt": [user([{"type": "image"}])], "answer": "2"}, args, tokenizer)
+
+
+@pytest.mark.parametrize("script", [grpo, sft, dpo])
+def test_rows_whose_text_has_a_special_token_are_counted(script, tmp_path, tokenizer, capsys):
+    texts = ["1<|end|>", "2", "<|user|>3", "4"]
+    rows = [{"prompt": text, "answer": "1", "chosen": "1", "rejected": "2"} for text in texts]
+    args = script.Args(dataset=write_rows(tmp_path / "rows.jsonl", rows), eval_prompts=0, system_prompt="")
+    {grpo: grpo.load_rows, sft: sft.load_chats, dpo: dpo.load_pairs}[script](args, tokenizer)
+    said = re.findall("training (?:prompts|rows) with special tokens in their text: ([0-9]+)", capsys.readouterr().out)
+    assert said == ["2"]
+
+
+def test_without_a_template_a_prompt_has_no_special_tokens_of_its_text():
+    plain = AutoTokenizer.from_pretrained(TINY)
+    plain.chat_template = None
+    for script in (grpo, sft):
+        ids = script.encode_prompt(plain, [user("1<|end|>2")], None)
+        assert plain.eos_token_id not in ids and ids[-1] == plain.convert_tokens_to_ids("2")
+
+
 @pytest.mark.parametrize(
     "row, message",
     [
@@ -192,7 +290,7 @@ def test_a_file_is_read_whatever_is_in_its_name(tmp_path, tokenizer):
         ({"prompt": [{"from": "human", "value": "1+1="}], "answer": "2"}, "KeyError.'role'"),
         ({"prompt": "1+1=", "answer": ["2"]}, "column answer: an answer must be a text, not a list"),
         ({"prompt": "1+1=", "solution": ["2"]}, "column solution: an answer must be a text, not a list"),
-        ({"prompt": "1+1=", "answer": datetime(2020, 1, 2)}, "datetime is not JSON serializable"),
+        ({"prompt": "1+1=", "answer": b"\xff"}, "invalid start byte"),
         ({"prompt": "1+1=", "answer": "2", "tools": "add"}, "Tools should either be a JSON schema"),
     ],
 )

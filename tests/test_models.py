@@ -604,7 +604,7 @@ READ_IMAGES = {
 
 @pytest.mark.parametrize("name", READ_IMAGES)
 @torch.no_grad()
-def test_a_checkpoint_of_a_model_that_reads_images_loads_again(name, tmp_path):
+def test_a_checkpoint_of_a_model_that_reads_images_loads_again(name, tmp_path, capsys):
     """Of Qwen3.5, transformers loads and saves the language model alone; Gemma 3 keeps its vision tower."""
     text, vision = READ_IMAGES[name]
     config = AutoConfig.for_model(name, text_config=text, vision_config=vision)
@@ -612,10 +612,20 @@ def test_a_checkpoint_of_a_model_that_reads_images_loads_again(name, tmp_path):
     AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     model = grpo.load_model(tmp_path / "model", tokenizer)
+    said = "only its language model, Qwen3_5ForCausalLM, is trained and saved" in capsys.readouterr().out
+    assert said == (name == "qwen3_5")
     save(model, tokenizer, tmp_path)
     saved = json.loads((tmp_path / "checkpoint" / "config.json").read_text())
     assert ("vision_config" in saved) == ("text_config" in saved) == (name == "gemma3")
     assert_saved(model, tmp_path)
+
+
+def test_a_model_that_only_reads_images_is_named_in_one_line(tmp_path):
+    config = AutoConfig.for_model("qwen2_5_vl", text_config=TEXT, vision_config=QWEN_VISION)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(SystemExit, match=f"^{tmp_path} is no causal language model .*AutoModelForCausalLM") as caught:
+        grpo.load_model(tmp_path, AutoTokenizer.from_pretrained(TINY))
+    assert "\n" not in str(caught.value)
 
 
 WITHOUT_BLOCKS = {"biogpt", "ctrl"}  # they name none

@@ -70,7 +70,9 @@ def test_labels_of_gsm8k_solutions():
 5 | <think></think>\boxed{5}
 -5 | -\boxed{5} ¦ −\boxed{5}
 \boxed{5} | \boxed{\boxed{5}}
-None | \boxed 5 ¦ so \boxed 5. ¦ $\boxed 5$ ¦ \boxed{4} \boxed 5 ¦ \boxed 4, no, \boxed{5} ¦ \boxed {5} ¦ \boxed
+5 | \boxed 5 ¦ $\boxed 5$ ¦ \boxed{4} \boxed 5 ¦ \boxed 4, no, \boxed{5} ¦ \boxed {5} ¦ it is \boxed 5 for all
+5. | so \boxed 5. ¦ so \boxed 5.⏎
+None | \boxed ¦ \boxed{4}, put in \boxed ¦ $\boxed$
 None | \boxed{3} and then \boxed{4 ¦ \boxed{\frac{1}{2} ¦ <answer>3 ¦ 3</answer> ¦ The answer is 42. ¦ 42 ¦ \fbox{42}
 None | <think>\boxed{5}</think> ¦ <think>\boxed{5} ¦ \boxed{5}</think>6 ¦ <think>a</think>\boxed{5}</think>
 None | <think>#### 5</think> ¦ <think><answer>5</answer></think> ¦ #### 5⏎\boxed{4
@@ -98,6 +100,10 @@ kg | \mathrm{kg} ¦ \text{kg}
 12 | \text{12} ¦ \text{1}\text{2}
 (1,2) | (1, 2)
 x=3 | x  =  3
+42 | ４２ ¦ ٤٢ ¦ ४२ ¦ 4​2 ¦ ﻿42‎ ¦ 4­2
+-3/4 | －３／４ ¦ −⁠３/４
+café | café ¦ café
+x^2 | x² ¦ x^2
  |  ¦ ⏎
 """)
 def test_parse_answer(answer, text):
@@ -117,7 +123,7 @@ def test_parse_answer(answer, text):
 \{1,2,3\} | \{1,2\}
 1 | 1, 2, 3 ¦ \frac{1}{0} ¦ 1e3
 1234 | 1.234 ¦ 12,34 ¦ 1,,234 ¦ 1 234 ¦ 1\ 234 ¦ 1'234 ¦ 1_234
-42 | 4 2 ¦ ٤٢ ¦ ４２ ¦ 4²
+42 | 4 2 ¦ 4² ¦ 4₂
 -42 | - 4 2
 11/2 | 1\frac{1}{2} ¦ 1 1/2
 3/2 | 1\frac12 ¦ \frac1{2}3
@@ -135,8 +141,8 @@ def test_another_answer_is_refused(answer, text):
     assert grpo.reward_fn(box(text), answer) == 0.0
 
 
-# An answer that is not final, a decimal comma, an outer box that is not closed, a sign before the box, and a box
-# without braces, whatever follows.
+# An answer that is not final, a decimal comma, an outer box that is not closed, a sign before the box, and more than
+# the answer in a box without braces.
 @each_case(r"""
 7 | I got 7, then \boxed{7 ¦ \boxed{7} no, \boxed{8 ¦ \boxed{7} no, \boxed{8} ¦ \boxed{7}\boxed{} ¦ #### 7 or 8
 7 | #### 7 #### ¦ #### 7, but I am not sure ¦ <answer>7</answer><answer>8</answer> ¦ <answer>7, 8</answer> ¦ <answer>7
@@ -147,7 +153,7 @@ def test_another_answer_is_refused(answer, text):
 5 | \boxed{6 \boxed{5}} ¦ \boxed{1 or \boxed{5} ¦ \boxed{\text{not }\boxed{5}} ¦ -\boxed{5}
 2 | #### Step 2: add the numbers
 42 | #### 4<think>x</think>2
-6 | \boxed 6 ¦ $\boxed 6$ ¦ \boxed 6, \boxed{6} ¦ \boxed{6}, put in \boxed ¦ \boxed 6.5 ¦ \boxed -6 ¦ \boxed 6\%
+6 | \boxed{6}, put in \boxed ¦ \boxed 6.5 ¦ \boxed -6 ¦ \boxed 6\% ¦ -\boxed 6
 6 | \boxed 6^{2} ¦ \boxed 6\frac12 ¦ \boxed 6 \boxed{7 ¦ \boxed 6, no, \boxed 7 ¦ \boxed
 x | \boxed x=5 ¦ \boxed x+1
 """)
@@ -162,6 +168,8 @@ We get \boxed{\frac{1}{2}}. | \boxed{1/2}
 1/2 | <answer> 0.5 </answer>
 ⏎ 5 ⏎ | \boxed{5}
 5 | <think>\boxed{4}</think>\boxed{5} ¦ \boxed{5}} and cut off in the mid
+It is $\boxed 2$. | \boxed{2} ¦ \boxed 2 ¦ It is \boxed 2. ¦ so $\boxed 2$, as asked
+5 | \boxed 4, no, \boxed 5.
 """)
 def test_the_right_answer_is_accepted(answer, text):
     assert grpo.reward_fn(text, answer) == 1.0
@@ -175,7 +183,7 @@ yes | yes ¦ \text{yes}
 ["5","6"] | ["5", "6"]
 [5] | [5]
 one two three four five six seven eight | one two three four five six seven eight
-\boxed 5 | \boxed 5
+5 | \boxed 5
  |  ¦ ⏎ ¦ $$
 """)
 def test_an_answer_of_a_row_is_a_solution_or_a_text(answer, text):

@@ -149,11 +149,80 @@ def test_a_damaged_run_is_refused(run, name):
     assert files_of(run) == before
 
 
-def test_without_a_state_there_is_nothing_to_go_on_from(run):
+def test_a_run_that_was_killed_before_its_first_save_starts_again(run, finished):
+    """With the evaluation before training, and without a line twice."""
     (run / "state" / "00000002").rename(run / "state" / "unfinished")
-    before = files_of(run)
-    assert "this run has no saved state" in exit_line(grpo, resume=run)
-    assert files_of(run) == before
+    shutil.rmtree(run / "checkpoint")
+    grpo.main(parse(grpo, resume=run))
+    assert_same_run(run, finished / "run")
+    assert steps_of(run) == [0, 1, 2]
+
+
+HOLD = """
+import sys, time, grpo
+grpo.lock_run(sys.argv[1])
+print("locked", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_run_that_another_process_runs_is_refused_until_that_process_ends(run):
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, run], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "locked\n"
+        before = files_of(run)
+        assert exit_line(grpo, resume=run, num_steps=3) == f"{run}: another process is still running this run"
+        assert files_of(run) == before
+    finally:
+        holder.kill()
+        holder.communicate()
+    grpo.main(parse(grpo, resume=run, num_steps=3))  # with its lock left by the kill
+    grpo.main(parse(grpo, resume=run, num_steps=4))  # and in the process that has the lock
+    assert steps_of(run) == [0, 1, 2, 3, 4]
+
+
+def test_a_training_run_holds_its_lock_until_it_ends(sums, tmp_path, monkeypatch):
+    """A requeued job, whose first copy still runs, must not write into its folder."""
+    score_completions, code = grpo.score_completions, f"import grpo; grpo.lock_run({str(tmp_path / 'run')!r})"
+    refused = []
+
+    def score(*given):
+        if not refused:
+            second = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+            refused.append(second.stderr.strip())
+        return score_completions(*given)
+
+    monkeypatch.setattr(grpo, "score_completions", score)
+    grpo.main(parse(grpo, dataset=sums, run_dir=tmp_path / "run", **SMALL))
+    assert refused == [f"{tmp_path / 'run'}: another process is still running this run"]
+
+
+def test_a_run_whose_first_evaluation_has_fewer_metrics_ends_well(run, capsys):
+    """As that of a version that measured fewer."""
+    lines = read_jsonl(run / "metrics.jsonl")
+    del lines[0]["eval/accuracy"]
+    write_jsonl(run / "metrics.jsonl", lines)
+    grpo.main(parse(grpo, resume=run, num_steps=3))
+    assert re.findall("^(reward|accuracy) .* -> ", capsys.readouterr().out, re.MULTILINE) == ["reward"]
+
+
+LOG = """
+import os, grpo
+def score(completions, rows):
+    with open(os.environ["LOG"]) as log:
+        assert "the first prompt: " in log.read()
+    return [0.0] * len(completions)
+grpo.score_completions = score
+grpo.main(grpo.parse_args())
+"""
+
+
+def test_what_the_model_reads_is_in_a_log_before_the_first_reward(sums, tmp_path):
+    """python grpo.py > log, as in batch jobs, where Python would keep back thousands of letters."""
+    with (tmp_path / "log").open("w") as log:
+        command = [sys.executable, "-c", LOG, *flags_of(tmp_path / "run", sums)]
+        done = subprocess.run(command, cwd=ROOT, env=os.environ | {"LOG": log.name}, stdout=log, stderr=subprocess.PIPE)
+    assert done.returncode == 0, done.stderr.decode()
 
 
 def test_a_run_goes_on_with_the_file_that_started_it(run, monkeypatch):
@@ -300,7 +369,8 @@ def test_steps_without_signal_are_named(sums, tmp_path, monkeypatch, capsys):
     rewards = iter([1.0] * 8 + [0.0, 1.0] * 2 + [1.0] * 4)
     monkeypatch.setattr(grpo, "reward_fn", lambda _text, _answer: next(rewards))
     grpo.main(parse(grpo, dataset=sums, run_dir=tmp_path / "run", **SMALL | {"num_steps": 4, "eval_prompts": 0}))
-    assert re.findall("step ([0-9]+): all completions of each group have the same reward", capsys.readouterr().out) == [
+    said = capsys.readouterr().out
+    assert re.findall("step ([0-9]+): all completions of each group have the same reward", said) == [
         "1",
         "2",
         "4",
@@ -417,6 +487,27 @@ def test_a_reward_may_use_processes(sums, tmp_path):
     assert done.returncode == 0, done.stderr
     assert set(re.findall("ended by ([0-9]+)", done.stdout)) == {"15"}
     assert steps_of(tmp_path / "run") == [0, 1, 2]
+
+
+SLOW_FORK = """
+import os, signal, time, grpo
+os.register_at_fork(after_in_child=lambda: time.sleep(0.5))  # on a busy machine, a new process waits for its turn
+grpo.catch_signals()
+child = os.fork()
+if child == 0:
+    time.sleep(60)
+    os._exit(0)
+os.kill(child, signal.SIGTERM)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+os.kill(os.getpid(), signal.SIGTERM)
+print("still there")
+"""
+
+
+def test_a_process_that_is_ended_as_soon_as_it_is_started_ends():
+    """multiprocessing.Pool does that with a process that got no task, and waits for its end."""
+    done = subprocess.run([sys.executable, "-c", SLOW_FORK], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "-15\nstill there\n", done.stderr
 
 
 def test_after_a_run_processes_get_the_handlers_of_their_parent(run):

@@ -87,11 +87,18 @@ EVAL_SAMPLES = 4
 
 
 def load_config(name):
-    """Return the config of a shape named above, of a folder or config.json, or of a model on the hub."""
-    if name in SHAPES | SMALL:
-        *sizes, tied = (SHAPES | SMALL)[name]
+    """Return the config of a folder or config.json, of a shape named above, or of a model on the hub."""
+    known = SHAPES | SMALL
+    shape = name.removeprefix("Qwen/").removeprefix("HuggingFaceTB/").removesuffix("-Instruct")
+    if shape in known and not Path(name).exists():  # the hub's models of these names have these shapes
+        *sizes, tied = known[shape]
         return Qwen2Config(**dict(zip(NAMES, sizes)), tie_word_embeddings=tied)
-    return AutoConfig.from_pretrained(name).get_text_config()
+    try:
+        return AutoConfig.from_pretrained(name).get_text_config()
+    except (OSError, ValueError):
+        shapes = f"one of the known shapes: {', '.join(known)}"
+        message = f"{name}: cannot load a config of this name; give a local folder with a config.json, or {shapes}"
+        raise SystemExit(message) from None
 
 
 def read_settings(script, tiny=False, **given):

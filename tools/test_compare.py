@@ -116,6 +116,71 @@ def test_a_part_below_the_line_is_one_fold_and_a_link_to_it_shows_it(tmp_path):
     assert json.loads(title)["last"] == f"below the line, the same in both: {count} lines"
 
 
+LOOK = """
+const found = {};
+const titled = (name) => [...document.querySelectorAll("h2")].find((title) => title.textContent.startsWith(name));
+const topOf = (node) => node.getBoundingClientRect().top - document.querySelector("header").offsetHeight;
+const press = (key) => { document.onkeydown({ key, target: document.body }); return here; };
+"""
+
+
+def look_at(folder, place, code, first=""):
+    """Return what this code finds in the page of grpo and dapo at this place, after other code has run first."""
+    later = f"setTimeout(() => {{ {code} document.title = JSON.stringify(found); }}, 500);"
+    return json.loads(open_page(folder, write_page(folder, "grpo", "dapo"), place, LOOK + first + later)[1])
+
+
+@in_browser
+@pytest.mark.parametrize("place, first", [("grpo/dapo/main", ""), ("grpo/dapo", 'titled("main").firstChild.click();')])
+def test_a_link_to_main_goes_to_main(place, first, tmp_path):
+    found = look_at(tmp_path, place, 'found.top = topOf(titled("main")); found.scrolled = scrollY;', first)
+    assert found["scrolled"] > 1000 and 0 < found["top"] < 200
+
+
+@in_browser
+def test_after_a_link_keys_go_to_the_differences_around_its_place(tmp_path):
+    code = """
+    const section = titled("policy_loss").closest("section");
+    found.first = changes.findIndex((row) => section.contains(row));
+    found.pressed = ["n", "n", "p", "p"].map(press);
+    render();
+    found.pressed.push(press("p"));
+    """
+    found = look_at(tmp_path, "grpo/dapo/policy_loss", code)
+    assert found["first"] > 1
+    assert [place - found["first"] for place in found["pressed"]] == [0, 1, 0, -1, -1]
+
+
+@in_browser
+def test_a_link_below_the_line_unticks_the_box_only_on_arrival(tmp_path):
+    code = """
+    const look = () => [$("only").checked, titled("without_adapters") !== undefined];
+    found.arrived = look();
+    $("only").click();
+    found.ticked = look();
+    onhashchange();
+    found.again = look();
+    """
+    found = look_at(tmp_path, "grpo/dapo/without_adapters", code)
+    assert found == {"arrived": [False, True], "ticked": [True, False], "again": [False, True]}
+
+
+@in_browser
+@pytest.mark.parametrize("name", ["reward_fn", "generate"])  # above and below the line
+def test_a_link_to_a_function_that_is_the_same_in_both_shows_it(name, tmp_path):
+    code = f"""
+    const row = [...document.querySelectorAll(".row")].find((row) => row.textContent.startsWith("def {name}("));
+    found.top = row.checkVisibility() ? topOf(row) : null;
+    found.scrolled = scrollY;
+    found.before = changes.filter((change) => topOf(change) < topOf(row)).length;
+    found.count = changes.length;
+    found.next = press("n");
+    """
+    found = look_at(tmp_path, f"grpo/dapo/{name}", code)
+    assert found["scrolled"] > 0 and found["top"] is not None and 0 < found["top"] < 200
+    assert found["next"] == min(found["before"], found["count"] - 1)
+
+
 @in_browser
 def test_text_of_a_script_cannot_run(tmp_path):
     (tmp_path / "my_fork.py").write_text(HOSTILE)

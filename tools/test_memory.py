@@ -197,6 +197,36 @@ def test_parameters_are_those_of_the_published_models():
         assert abs((model.blocks + model.root - matrices * model.embedding) / 1e9 - rest) < 0.01
 
 
+@pytest.mark.parametrize("name", [*memory.SHAPES, *memory.SMALL])
+def test_a_model_of_the_hub_with_a_known_shape_needs_no_hub(name):
+    """The tests have no hub."""
+    owner = "HuggingFaceTB" if name in memory.SMALL else "Qwen"
+    shape = memory.load_config(name).to_dict()
+    for model in (f"{owner}/{name}", f"{owner}/{name}-Instruct", f"{name}-Instruct"):
+        assert memory.load_config(model).to_dict() == shape
+
+
+def test_a_folder_with_the_name_of_a_known_shape_is_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_config(hidden=32).save_pretrained("Qwen/Qwen2.5-1.5B-Instruct")
+    assert memory.load_config("Qwen/Qwen2.5-1.5B-Instruct").hidden_size == 32
+
+
+@pytest.mark.parametrize("name", ["nobody/Qwen2.5-1.5B", "no/such/folder", "empty", "unknown", "broken"])
+def test_a_model_that_cannot_be_loaded_is_named_in_one_sentence(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder, text in {"empty": None, "unknown": '{"model_type": "none"}', "broken": "{"}.items():
+        Path(folder).mkdir()
+        if text:
+            Path(folder, "config.json").write_text(text)
+    monkeypatch.setattr(sys, "argv", ["memory.py", "--model", name])
+    with pytest.raises(SystemExit) as end:
+        memory.main(memory.parse_args())
+    said = str(end.value)
+    assert said.startswith(f"{name}: ") and "a local folder" in said and "\n" not in said
+    assert all(shape in said for shape in memory.SHAPES | memory.SMALL)
+
+
 def test_what_is_found_to_fit_fits_and_nothing_before_it_does():
     config, settings = memory.load_config("Qwen2.5-1.5B"), make_settings()
     fit = memory.find_fit(config, settings, 24)
@@ -268,9 +298,7 @@ def test_every_torchrun_command_of_the_pages_fits_its_gpus():
         model = re.search(r"--model (\S+)", flags)
         if "--resume" in flags:
             continue
-        config = memory.load_config(
-            model[1].removeprefix("Qwen/").removesuffix("-Instruct") if model else str(ROOT / "models" / "tiny")
-        )
+        config = memory.load_config(model[1] if model else str(ROOT / "models" / "tiny"))
         given = {}
         for flag, value in re.findall(r"--([a-z-]+)(?: ([^ -]\S*))?", flags):
             name = flag.replace("-", "_")
