@@ -24,10 +24,10 @@ Departures from the paper
 - The weight w, which is near 1, is that of Yao et al. (2025), "Your Efficient RL Framework Secretly Brings You
   Off-Policy RL Training".
 - The token mean is over the whole optimizer step, as in the authors' code; eq. 8 is per prompt, then over prompts.
+- AdamW's betas are 0.9 and 0.95, and gradients are clipped to norm 1. The paper does not give its own.
 - The standard deviation (divisor G − 1) gets 1e-4 added, and equal rewards have advantage 0; the paper says neither.
 - A rollout is used for four optimizer steps (two with TINY); the paper makes sixteen. G is 8, a step has 64 groups, and
   completions have at most 1,024 tokens; the paper has 16, 512 and 20,480. The learning rate is the paper's.
-- AdamW's betas are 0.9 and 0.95, and gradients are clipped to norm 1. The paper does not give its own.
 - With bfloat16, blocks compute with rounded copies of float32 weights. These start with noise below the resolution of
   bfloat16, because small updates would change no copy: ten updates with a learning rate of 1e-6 lower the loss of
   SmolLM2 on 16 rows from 2.84 to 2.82 without the noise, and to 2.46 with it (docs/precision.md).

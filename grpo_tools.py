@@ -198,7 +198,7 @@ CALL = rf"(?:^|(?<=[^-0-9.^…]))(?<![\w)^][-+*/])(?<![\w)^] [-+*/] ){PLAIN_NUMB
 
 
 def tool_fn(text):
-    """Return what a tool replies to this unfinished completion, or "" if nothing was asked.
+    """Return what a tool replies to this unfinished completion, a text or number, or "" if nothing was asked.
 
     It is asked after each token that contains its "ends", or after every token if it has none. The text begins with
     "…" if its beginning is cut off. This tool is a calculator. Edit this function, or assign another to the module.
@@ -230,16 +230,14 @@ tool_fn.ends = "="
 
 
 def ask_tool(tokenizer, ids, tool_tokens):
-    """Return the ids of the tool's reply to the completion with these ids, or [] if there is none."""
+    """Return the ids of the tool's reply to these ids, or []; <|end|> in a reply is text, and no stop token."""
     text = tokenizer.decode(ids[-tool_tokens:])
     if len(ids) > tool_tokens:
         text = "…" + text
     reply = tool_fn(text)
     if reply is None:
         return []
-    # split_special_tokens, because a page that has the text of a stop token must not end the completion
-    ids = tokenizer(str(reply), add_special_tokens=False, split_special_tokens=True)["input_ids"]
-    return ids[:tool_tokens]
+    return tokenizer(str(reply), add_special_tokens=False, split_special_tokens=True)["input_ids"][:tool_tokens]
 
 
 def mark_replies(tokenizer, batch):

@@ -46,7 +46,7 @@ CENTRED = "advantages = groups - groups.mean(1, keepdim=True)"
 WHITENED = 'batch["advantages"] = whiten(advantages, mask)'
 VALUES = "return self.normalise(self.critic(batch))"
 PPO_BACKWARD = "        ((actor_loss + critic_loss) / divisor).backward()"
-NO_TOOL = ('reply = tool_fn(text) or ""', 'reply = ""')
+NO_TOOL = ("reply = tool_fn(text)", "reply = None")
 NO_SAMPLER = ('part["sampler_logprobs"],', 'part["old_logprobs"],')  # the weight is then 1
 TOOL_TRAINED = [
     ('part["action_mask"] * part["completion_mask"]', 'part["completion_mask"]'),

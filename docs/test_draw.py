@@ -24,7 +24,7 @@ def test_lines_are_those_of_the_parts():
         begun = LINES[first - 1]
         if begun.startswith("@"):
             begun = LINES[first]
-        starts = {"docstring": '"""GRPO', "imports": "import argparse", "below": MARKER[:-1]}
+        starts = {"docstring": '"""GRPO', "imports": "import contextlib", "below": MARKER[:-1]}
         assert begun.startswith(starts.get(names[0], (f"def {names[0]}(", f"class {names[0]}"))), title
         assert LINES[first - 2] == "" or first == 1 or LINES[first - 2].startswith("#"), title
         assert LINES[last] == "" and LINES[last - 1] != "", title
