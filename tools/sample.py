@@ -16,7 +16,7 @@ pairs of such a completion (chosen) and a wrong one (rejected), and uses each co
 were cut off are left out. Use --keep right for rejection sampling, and --keep pairs for preference data:
 
     python tools/sample.py --split train --keep right --out right.jsonl
-    python sft.py --model models/tiny --tiny --dataset right.jsonl
+    python sft.py --model models/tiny --tiny --dataset right.jsonl --num-steps 36 --warmup-steps 4 --learning-rate 3e-4
     python tools/sample.py --split train --keep pairs --out pairs.jsonl
     python dpo.py --dataset pairs.jsonl
 """
@@ -173,6 +173,13 @@ def summary(samples, n):
     return ", ".join(words)
 
 
+def score(texts, rows):
+    """Return the rewards of grpo.py; exit if there are no answers and no reward of one's own."""
+    if rows[0]["answer"] is None and grpo.reward_fn.__module__ == grpo.score_completions.__module__ == "grpo":
+        raise SystemExit("rows without answers need a reward of your own: docs/data.md shows how to sample with it")
+    return grpo.check_rewards(grpo.score_completions(texts, rows), texts)
+
+
 def main(given):
     if not given.prompt and given.dataset is None and sys.stdin and not sys.stdin.isatty():
         given.prompt = [line for line in sys.stdin.read().splitlines() if line.strip()]
@@ -206,7 +213,7 @@ def main(given):
         printed = grpo_tools.mark_replies(tokenizer, batch) if given.calculator else texts
         rewards = [None] * len(texts)
         if not given.prompt:
-            rewards = grpo.check_rewards(grpo.score_completions(texts, part), texts)
+            rewards = score(texts, part)
         for row, text, shown_text, reward, truncated in zip(part, texts, printed, rewards, batch["truncated"].tolist()):
             if len(samples) < shown * n:
                 if len(samples) % n == 0:
