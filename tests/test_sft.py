@@ -1,6 +1,7 @@
 """SFT: which tokens are trained, and that nothing else is: python -m pytest tests/test_sft.py"""
 
 import math
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -172,11 +173,12 @@ def test_loss_and_gradient_are_those_of_the_trained_tokens_alone(tokenizer, rows
     assert found["eval/perplexity"] == pytest.approx(math.exp(found["eval/loss"]))
 
 
-def test_a_run_from_random_weights_learns(tmp_path):
+def test_a_run_from_random_weights_says_so_first_and_learns(tmp_path, capsys):
     run = tmp_path / "run"
     rows = read_jsonl(ROOT / "data" / "addition" / "sft.jsonl")[:1024]
     settings = {"num_steps": 20, "warmup_steps": 3, "eval_every": 20, "eval_prompts": 16, "minibatch_size": 32}
     lines = train(sft, run, dataset=write_jsonl(tmp_path / "rows.jsonl", rows), learning_rate=3e-3, **settings)
+    assert re.match(".*/models/tiny/config.json: random weights; to fine-tune a model, ", capsys.readouterr().out)
     assert lines[0]["eval/loss"] > 3
     assert lines[-1]["eval/loss"] < 2.5
     model = AutoModelForCausalLM.from_pretrained(run / "checkpoint")

@@ -6,6 +6,7 @@ import re
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import sample
@@ -19,6 +20,9 @@ import sft
 
 pytestmark = pytest.mark.usefixtures("alone")
 TRAIN, TEST = (read_jsonl(ROOT / f"data/addition/{split}.jsonl") for split in ("train", "test"))
+
+
+DATA_PAGE = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +54,20 @@ def test_kept_and_printed_rewards_are_those_of_the_rule(capsys):
     some = sum(any(right[start : start + 4]) for start in range(0, 48, 4)) / 12
     means = f"12 prompts, 48 completions, truncated 0.000, mean reward {sum(right) / 48:.3f}, accuracy "
     assert re.search(re.escape(means) + rf"{sum(right) / 48:.3f}, pass@2 0\.\d+, pass@4 {some:.3f}\n$", shown)
+
+
+def test_rows_without_answers_need_a_reward_of_ones_own(monkeypatch, capsys):
+    write_jsonl("plain.jsonl", [{"prompt": f"{i}+1="} for i in range(1, 9)])
+    flags = ("--dataset", "plain.jsonl", "--eval-prompts", 1, "--num-samples", 2, "--out", "a.jsonl")
+    with pytest.raises(SystemExit, match="a reward of your own: docs/data.md shows how to sample with it"):
+        run(*flags)
+    [page] = re.findall(r"^    (import grpo, my_reward, sample)\n    (.*)\n    (.*)\n", DATA_PAGE, re.MULTILINE)
+    monkeypatch.setitem(sys.modules, "my_reward", SimpleNamespace(reward=lambda completion, _: float(len(completion))))
+    monkeypatch.setattr(grpo, "reward_fn", grpo.reward_fn)
+    monkeypatch.setattr(sys, "argv", ["my_sample.py", *map(str, flags)])
+    exec("\n".join(page), {})
+    assert [row["reward"] == len(row["completion"]) > 0 for row in read_jsonl("a.jsonl")] == [True, True]
+    assert "mean reward" in capsys.readouterr().out
 
 
 def test_the_calculator_writes_into_completions_and_its_tokens_are_marked(capsys):
