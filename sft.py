@@ -28,11 +28,11 @@ import gzip
 import json
 import math
 import os
-import re
 import shlex
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tyro
-from datasets import load_dataset
+from datasets import Dataset, load_dataset, load_dataset_builder
 from pyarrow.parquet import ParquetFile
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
@@ -356,10 +356,10 @@ def load_splits(name, num_held_out):
     if not Path(name).exists():  # NAME, NAME:CONFIG or NAME:CONFIG:SPLIT
         path, config, split, *_ = [*name.split(":"), "", ""]
     try:
-        if Path(path).is_file():
+        if Path(path).is_dir():
+            splits = read_folder(os.path.abspath(path), config)
+        elif Path(path).exists():
             splits = {"train": read_file(path)}
-        elif re.search(r"[*?[]|::", path):
-            raise ValueError("datasets takes *, ?, [ and :: in a folder's name for a pattern: rename the folder")
         else:
             splits = load_dataset(path, config or None)
     except Exception as error:  # datasets wraps the error that says more
@@ -384,9 +384,20 @@ def load_splits(name, num_held_out):
     return splits.get(train, []), held_out
 
 
+def read_folder(folder, config):
+    """Read the files of a folder by split, which datasets finds in its README.md or their names."""
+    # datasets takes [1] or ? in the name of a folder for a pattern, so it gets links in a folder with a plain name.
+    with tempfile.TemporaryDirectory() as links:
+        shutil.copytree(folder, links, copy_function=os.symlink, dirs_exist_ok=True)
+        files = load_dataset_builder(links, config or None, cache_dir=links).config.data_files
+        return {str(split): [row for file in files[split] for row in read_file(file)] for split in files}
+
+
 def read_file(path):
     """Read a file's rows as they stand in it: 007 is no 7, NA is no missing value, and a date stays a text."""
     file_type = Path(path.lower().removesuffix(".gz")).suffix
+    if file_type == ".arrow":  # of Dataset.save_to_disk
+        return Dataset.from_file(path)
     if file_type in SEPARATORS:
         table = pandas.read_csv(path, sep=SEPARATORS[file_type], dtype=str, keep_default_na=False, index_col=False)
         return table.to_dict("records")

@@ -29,7 +29,7 @@ PARTS = table("""
     training loop | main | sample, score, update; the divisor of the loss
     the line | below
     flags | parse_args lock_run init_ranks check_args multiplies_bfloat16 | and ranks, which torchrun starts
-    data | load_rows load_splits read_file read_rows read_row find_column | rows of files or of the hub
+    data | load_rows load_splits read_folder read_file read_rows read_row find_column | rows of files or of the hub
     answers | parse_gold parse_answer extract_answer read_braces | compared as numbers: 1/2 equals 0.5
     chats | as_messages without_nulls encode_prompt | prompts through the chat template
     model | load_model find_turn_end check_model show_first_row | weights, stop tokens

@@ -22,9 +22,9 @@ def without(scripts, *names):
 # {scripts: what is identical in them}; a name comes twice where two families have each their own.
 SHARED = {
     ALL: """RANK WORLD_SIZE inner_bar SEPARATORS LORA_ALPHA LINEAR_LAYERS parse_args init_ranks
-        multiplies_bfloat16 load_splits read_file find_column as_messages without_nulls find_turn_end add_adapters
-        find_blocks prepare_model use_bfloat16 add_rounding_noise in_bfloat16 cast init_moments open_run lock_run
-        track_run load_state all_reduce stop_requested append_line mean_metrics pick_rows mix_seed
+        multiplies_bfloat16 load_splits read_folder read_file find_column as_messages without_nulls find_turn_end
+        add_adapters find_blocks prepare_model use_bfloat16 add_rounding_noise in_bfloat16 cast init_moments open_run
+        lock_run track_run load_state all_reduce stop_requested append_line mean_metrics pick_rows mix_seed
         step_optimizer save merge_adapters end_run""",
     without(ALL, "ppo_rlhf"): "PATHS",
     LOGPROBS: "load_model",

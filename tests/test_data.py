@@ -199,23 +199,43 @@ def test_other_names_are_names_too(tmp_path, tokenizer, name):
     assert len(train) == len(ROWS)
 
 
-@pytest.mark.parametrize("name", ["run[1]", "run?", "a::b"])
-def test_a_folder_whose_name_datasets_takes_for_a_pattern_has_to_be_renamed(tmp_path, tokenizer, name):
-    """Else the rows of run1 would be read instead."""
-    for folder in ("run1", name):
-        write_rows(tmp_path / folder / "train.jsonl", ROWS)
-    with pytest.raises(SystemExit, match="cannot be read: .*rename the folder$"):
-        load(tmp_path / name, tokenizer)
+@pytest.mark.parametrize("name", ["run[1]", "run?", "run*", "a::b", "12:30", "my data", ".hidden", "a#b"])
+def test_a_folder_is_read_whatever_is_in_its_name(tmp_path, tokenizer, name, monkeypatch):
+    """Not as a pattern, which would read run1, and from the working folder, too."""
+    write_rows(tmp_path / "run1" / "train.jsonl", ROWS[:3])
+    write_rows(tmp_path / name / "train.jsonl", ROWS)
+    monkeypatch.chdir(tmp_path)
+    for path in (tmp_path / name, name):
+        train, _ = load(path, tokenizer)
+        assert len(train) == len(ROWS)
 
 
-def test_a_file_that_was_replaced_is_read_anew_whatever_its_time_stamp(tmp_path, tokenizer):
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "rows.csv", "folder/train.jsonl"])
+def test_data_that_were_replaced_are_read_anew_whatever_their_time_stamp(tmp_path, tokenizer, name):
     """rsync -t and cp -p keep the time of a file."""
-    for suffix in (".jsonl", ".parquet", ".csv"):
-        for answer in ("1", "2"):
-            path = write_rows(tmp_path / f"rows{suffix}", [{"prompt": "1+1=", "answer": answer}])
-            os.utime(path, (1_700_000_000, 1_700_000_000))
-            [row], _ = load(path, tokenizer)
-            assert row["answer"] == answer
+    path = tmp_path / name
+    for answer in ("1", "2"):
+        write_rows(path, [{"prompt": "1+1=", "answer": answer}])
+        os.utime(path, (1_700_000_000, 1_700_000_000))
+        [row], _ = load(tmp_path / name.split("/")[0], tokenizer)
+        assert row["answer"] == answer
+
+
+WITHOUT_A_HOME = """
+import sys, grpo
+from transformers import AutoTokenizer
+args = grpo.Args(dataset=sys.argv[1], eval_prompts=0)
+print(len(grpo.load_rows(args, AutoTokenizer.from_pretrained(args.model))[0]))
+"""
+
+
+def test_data_of_this_machine_need_no_cache_and_no_home(tmp_path):
+    """As in a container whose user has none."""
+    write_rows(tmp_path / "data" / "train.jsonl", ROWS)
+    nowhere = {"HOME": "/proc/nowhere", "HF_HOME": "/proc/nowhere/hf"}
+    command = [sys.executable, "-c", WITHOUT_A_HOME, tmp_path / "data"]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | nowhere, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1:] == [str(len(ROWS))], done.stderr
 
 
 @pytest.mark.parametrize("late", [{"answer": "two"}, {"answer": 2.5}, {"answer": 3, "extra": [1]}, {"answer": None}])
@@ -227,17 +247,17 @@ def test_a_type_may_change_late_in_a_file(tmp_path, tokenizer, late):
     assert [row["answer"] for row in train][120:] == [str(late["answer"])] * (late["answer"] is not None)
 
 
-@pytest.mark.parametrize("suffix", [".json", ".jsonl", ".jsonl.gz"])
-def test_values_of_json_stay_what_they_are(tmp_path, tokenizer, suffix):
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl", "rows.jsonl.gz", "folder/train.jsonl"])
+def test_values_of_json_stay_what_they_are(tmp_path, tokenizer, name):
     """Dates, texts that look like numbers, rows without a column, letters that end a line elsewhere, and a mark of
     the byte order."""
     texts = [*AS_WRITTEN, "a\u2028b", "2024-01-02T03:04"]
     rows = [{"prompt": f"{i}+1=", "answer": text} for i, text in enumerate(texts)]
-    path = Path(write_rows(tmp_path / f"rows{suffix}", [*rows, {"prompt": "1+1="}]))
-    if suffix == ".jsonl":
+    path = Path(write_rows(tmp_path / name, [*rows, {"prompt": "1+1="}]))
+    if path.suffix == ".jsonl":
         text = "".join(json.dumps(row, ensure_ascii=False) + "\r\n\r\n" for row in rows)
         path.write_bytes(b"\xef\xbb\xbf" + text.encode())
-    train, _ = load(path, tokenizer)
+    train, _ = load(tmp_path / name.split("/")[0], tokenizer)
     assert [row["answer"] for row in train] == [row["answer"] for row in rows]
 
 
