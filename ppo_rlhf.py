@@ -788,7 +788,7 @@ def read_rows(kind, rows, held_out, args, tokenizer):
         unknown = sum(tokenizer.unk_token_id in row["prompt_ids"] for row in kept)
         marked = sum(any(mark in str(row["prompt"]) for mark in tokenizer.all_special_tokens) for row in kept)
         print(f"{len(kept)} {kind} rows, dropped: {dict(dropped)}, prompts with unknown tokens: {unknown}")
-        print(f"{kind} prompts with special tokens in their text: {marked}")
+        print(f"{kind} rows with special tokens in their text: {marked}")
     return kept
 
 

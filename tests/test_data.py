@@ -291,7 +291,7 @@ def test_rows_whose_text_has_a_special_token_are_counted(script, tmp_path, token
     rows = [{"prompt": text, "answer": "1", "chosen": "1", "rejected": "2"} for text in texts]
     args = script.Args(dataset=write_rows(tmp_path / "rows.jsonl", rows), eval_prompts=0, system_prompt="")
     {grpo: grpo.load_rows, sft: sft.load_chats, dpo: dpo.load_pairs}[script](args, tokenizer)
-    said = re.findall("training (?:prompts|rows) with special tokens in their text: ([0-9]+)", capsys.readouterr().out)
+    said = re.findall("training rows with special tokens in their text: ([0-9]+)", capsys.readouterr().out)
     assert said == ["2"]
 
 
