@@ -610,7 +610,8 @@ def read_rows(kind, rows, held_out, args, tokenizer):
             kept.append(row_read)
     if RANK == 0:  # many unknown tokens are a sign of a wrong tokenizer
         unknown = sum(tokenizer.unk_token_id in row["prompt_ids"] for row in kept)
-        marked = sum(any(mark in str(row["prompt"]) for mark in tokenizer.all_special_tokens) for row in kept)
+        marks = re.compile("|".join(map(re.escape, tokenizer.all_special_tokens)))
+        marked = sum(marks.search(str(row["prompt"])) is not None for row in kept)
         print(f"{len(kept)} {kind} rows, dropped: {dict(dropped)}, prompts with unknown tokens: {unknown}")
         print(f"{kind} rows with special tokens in their text: {marked}")
     return kept

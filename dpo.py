@@ -482,7 +482,8 @@ def read_pairs(kind, rows, held_out, args, tokenizer):
             pairs.append(pair)
     if RANK == 0:
         unknown = sum(tokenizer.unk_token_id in pair["prompt_ids"] for pair in pairs)
-        marked = sum(any(mark in str(row) for mark in tokenizer.all_special_tokens) for row in rows)
+        marks = re.compile("|".join(map(re.escape, tokenizer.all_special_tokens)))
+        marked = sum(marks.search(str(row)) is not None for row in rows)
         print(f"{len(pairs)} {kind} rows, dropped: {dict(dropped)}, prompts with unknown tokens: {unknown}")
         print(f"{kind} rows with special tokens in their text: {marked}")
     return pairs

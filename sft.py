@@ -28,6 +28,7 @@ import gzip
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -431,7 +432,8 @@ def read_chats(kind, rows, held_out, args, tokenizer):
                 examples.append(example)
     if RANK == 0:
         unknown = sum(tokenizer.unk_token_id in example["prompt_ids"] for example in examples)
-        marked = sum(any(mark in str(row) for mark in tokenizer.all_special_tokens) for row in rows)
+        marks = re.compile("|".join(map(re.escape, tokenizer.all_special_tokens)))
+        marked = sum(marks.search(str(row)) is not None for row in rows)
         print(f"{len(examples)} {kind} examples, dropped: {dict(dropped)}, prompts with unknown tokens: {unknown}")
         print(f"{kind} rows with special tokens in their text: {marked}")
     return examples

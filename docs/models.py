@@ -36,6 +36,9 @@ Some models have limits:
 - Models with longrope (some of `phi3`) read all rows of a batch differently as soon as one exceeds their original
   context. Then `policy/sampler_kl` grows, and above 0.5 the run stops.
 - `zamba` and `zamba2`, whose blocks share weights, train in float32 on one process only, and are not tested.
+- Layers that predict further tokens (`num_nextn_predict_layers`, `mtp_num_hidden_layers`) are not loaded by
+  transformers, so they are neither trained nor saved. Set this number to 0 in the `config.json` of a checkpoint for
+  programs that look for them.
 - `biogpt` and `ctrl` do not name their blocks, so no part of them can compute in bfloat16. Use `--precision float32`.
 - `--lora-rank` adds adapters only to linear layers. Fused expert weights and the layers of GPT-2 get no adapters, and a
   model without any linear layer in its blocks would have nothing to train."""

@@ -39,18 +39,18 @@ def test_table_lists_every_shared_function():
 # At most: Python tokens of a script (without comments, newlines and indentation, docstrings counting as one), tokens
 # per line of code, and ternaries. Joining lines does not help against tokens.
 BUDGETS = {
-    "grpo": (9990, 10.2, 3),
-    "dr_grpo": (9840, 10.2, 3),
-    "gspo": (9820, 10.2, 3),
-    "cispo": (9760, 10.2, 3),
-    "reinforce": (9410, 10.2, 3),
-    "dapo": (10310, 10.2, 3),
-    "grpo_process": (10630, 10.2, 3),
-    "grpo_tools": (10480, 10.2, 3),
-    "ppo_rlhf": (13150, 10.2, 3),
-    "dpo": (7600, 10.2, 3),
-    "reward_model": (7130, 10.2, 3),
-    "sft": (7160, 10.2, 3),
+    "grpo": (10000, 10.2, 3),
+    "dr_grpo": (9860, 10.2, 3),
+    "gspo": (9840, 10.2, 3),
+    "cispo": (9770, 10.2, 3),
+    "reinforce": (9430, 10.2, 3),
+    "dapo": (10320, 10.2, 3),
+    "grpo_process": (10650, 10.2, 3),
+    "grpo_tools": (10500, 10.2, 3),
+    "ppo_rlhf": (13160, 10.2, 3),
+    "dpo": (7620, 10.2, 3),
+    "reward_model": (7150, 10.2, 3),
+    "sft": (7190, 10.2, 3),
 }
 FUNCTION, MAIN = 50, 95
 LONGER = {("grpo_tools", "generate"): 68}  # lines at most
