@@ -232,7 +232,7 @@ print(len(grpo.load_rows(args, AutoTokenizer.from_pretrained(args.model))[0]))
 def test_data_of_this_machine_need_no_cache_and_no_home(tmp_path):
     """As in a container whose user has none."""
     write_rows(tmp_path / "data" / "train.jsonl", ROWS)
-    nowhere = {"HOME": "/proc/nowhere", "HF_HOME": "/proc/nowhere/hf"}
+    nowhere = dict.fromkeys(("HOME", "HF_HOME", "HF_DATASETS_CACHE"), "/proc/nowhere")
     command = [sys.executable, "-c", WITHOUT_A_HOME, tmp_path / "data"]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | nowhere, capture_output=True, text=True)
     assert done.stdout.splitlines()[-1:] == [str(len(ROWS))], done.stderr
@@ -278,7 +278,7 @@ def test_values_of_parquet_are_read_as_a_person_reads_them(tmp_path, tokenizer):
 
 def test_messages_may_be_lists_of_parts(tokenizer):
     parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "1="}]
-    args = grpo.Args(system_prompt="", max_prompt_length=32)
+    args = grpo.Args(system_prompt="", max_prompt_length=200)
     row, _ = grpo.read_row({"prompt": [user(parts)], "answer": "2"}, args, tokenizer)
     assert tokenizer.decode(row["prompt_ids"]) == "<|user|>1+1=<|assistant|>"
     with pytest.raises(KeyError, match="text"):

@@ -219,9 +219,11 @@ grpo.main(grpo.parse_args())
 
 def test_what_the_model_reads_is_in_a_log_before_the_first_reward(sums, tmp_path):
     """python grpo.py > log, as in batch jobs, where Python would keep back thousands of letters."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with (tmp_path / "log").open("w") as log:
+        environment["LOG"] = log.name
         command = [sys.executable, "-c", LOG, *flags_of(tmp_path / "run", sums)]
-        done = subprocess.run(command, cwd=ROOT, env=os.environ | {"LOG": log.name}, stdout=log, stderr=subprocess.PIPE)
+        done = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.PIPE)
     assert done.returncode == 0, done.stderr.decode()
 
 
