@@ -208,16 +208,19 @@ def test_a_run_whose_first_evaluation_has_fewer_metrics_ends_well(run, capsys):
 
 LOG = """
 import os, grpo
+calls = []
 def score(completions, rows):
-    with open(os.environ["LOG"]) as log:
-        assert "the first prompt: " in log.read()
+    calls.append(1)
+    if len(calls) == 2:  # in the first step
+        with open(os.environ["LOG"]) as log:
+            assert "evaluation after step 0" in log.read()
     return [0.0] * len(completions)
 grpo.score_completions = score
 grpo.main(grpo.parse_args())
 """
 
 
-def test_what_the_model_reads_is_in_a_log_before_the_first_reward(sums, tmp_path):
+def test_an_evaluation_is_in_a_log_before_the_next_step(sums, tmp_path):
     """python grpo.py > log, as in batch jobs, where Python would keep back thousands of letters."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with (tmp_path / "log").open("w") as log:
