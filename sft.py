@@ -300,8 +300,7 @@ def lock_run(run_dir):
 def init_ranks():
     """Join the process group of torchrun, or make a group of one; return this rank's device."""
     if hasattr(sys.stdout, "reconfigure"):  # a notebook's has none
-        # A letter that the terminal lacks must not end a run, and a log must show at once what the model reads.
-        sys.stdout.reconfigure(errors="replace", line_buffering=True)
+        sys.stdout.reconfigure(errors="replace")  # a letter that the terminal lacks must not end a run
     device = torch.device("cpu")
     backend = "gloo"
     if torch.cuda.is_available():

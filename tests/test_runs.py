@@ -206,30 +206,6 @@ def test_a_run_whose_first_evaluation_has_fewer_metrics_ends_well(run, capsys):
     assert re.findall("^(reward|accuracy) .* -> ", capsys.readouterr().out, re.MULTILINE) == ["reward"]
 
 
-LOG = """
-import os, grpo
-calls = []
-def score(completions, rows):
-    calls.append(1)
-    if len(calls) == 2:  # in the first step
-        with open(os.environ["LOG"]) as log:
-            assert "evaluation after step 0" in log.read()
-    return [0.0] * len(completions)
-grpo.score_completions = score
-grpo.main(grpo.parse_args())
-"""
-
-
-def test_an_evaluation_is_in_a_log_before_the_next_step(sums, tmp_path):
-    """python grpo.py > log, as in batch jobs, where Python would keep back thousands of letters."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    with (tmp_path / "log").open("w") as log:
-        environment["LOG"] = log.name
-        command = [sys.executable, "-c", LOG, *flags_of(tmp_path / "run", sums)]
-        done = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.PIPE)
-    assert done.returncode == 0, done.stderr.decode()
-
-
 def test_a_run_goes_on_with_the_file_that_started_it(run, monkeypatch):
     """A reward of one's own is in another file, and other scripts have other settings."""
     with pytest.raises(SystemExit, match="this is not the folder of a run, .*args.json does not exist"):
