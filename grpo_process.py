@@ -504,7 +504,7 @@ def parse_args():
         path = getattr(args, name)
         if path and Path(path).exists():
             setattr(args, name, os.path.abspath(path))
-        elif path.startswith(("/", ".")):
+        elif path.startswith(("/", ".")) and not Path(path.split(":")[0]).exists():
             raise SystemExit(f"--{name} {path}: there is no such file or folder")
     if args.resume:
         current = vars(args) | {"script": Path(sys.argv[0]).name}  # the started file, which may import this one

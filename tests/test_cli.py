@@ -84,6 +84,12 @@ def test_a_path_of_nothing_is_not_looked_for_on_the_hub(flag, path):
         parse(grpo, **small(grpo) | {flag: path})
 
 
+def test_a_folder_may_be_named_with_a_split(folder):
+    (folder / "pairs").mkdir()
+    name = f"{folder / 'pairs'}::train_prefs"
+    assert parse(grpo, **small(grpo) | {"dataset": name}).dataset == name
+
+
 def test_a_link_to_a_script_finds_the_bundled_model(folder):
     (folder / "linked.py").symlink_to(ROOT / "grpo.py")
     module = load_module(folder / "linked.py")
