@@ -485,7 +485,7 @@ inner_bar = partial(tqdm, leave=False, delay=5, disable=RANK > 0)
 
 def parse_args():
     """Read the flags. Their defaults are TINY, those of Args or, with --resume, the settings of the run."""
-    given, _ = tyro.cli(Args, add_help=False, return_unknown_args=True)
+    given, _ = tyro.cli(Args, default=Args(model=""), add_help=False, return_unknown_args=True)
     defaults = {}
     if given.resume:
         file = Path(given.resume, "args.json")
@@ -497,14 +497,14 @@ def parse_args():
             print(f"{file}: settings that this version does not have are ignored: {', '.join(unknown)}")
         defaults = {name: value for name, value in settings.items() if name in vars(Args())}
         defaults["run_dir"] = ""  # the same folder again, unless --run-dir names another
-    elif given.tiny or given.model == Args.model:
+    elif given.tiny or not given.model:
         defaults = TINY
     args = tyro.cli(Args, default=Args(**defaults))
     for name in PATHS:  # absolute, because a run may be resumed from another folder
         path = getattr(args, name)
-        if path and Path(path).exists():
+        if path and (Path(path).exists() or Path(path.split(":")[0]).exists()):
             setattr(args, name, os.path.abspath(path))
-        elif path.startswith(("/", ".")) and not Path(path.split(":")[0]).exists():
+        elif path.startswith(("/", ".")):
             raise SystemExit(f"--{name} {path}: there is no such file or folder")
     if args.resume:
         current = vars(args) | {"script": Path(sys.argv[0]).name}  # the started file, which may import this one
@@ -624,9 +624,9 @@ def load_splits(name, num_held_out):
 def read_folder(folder, config):
     """Read the files of a folder by split, which datasets finds in its README.md or their names."""
     # datasets takes [1] or ? in the name of a folder for a pattern, so it gets links in a folder with a plain name.
-    with tempfile.TemporaryDirectory() as links:
-        shutil.copytree(folder, links, copy_function=os.symlink, dirs_exist_ok=True)
-        files = load_dataset_builder(links, config or None, cache_dir=links).config.data_files
+    with tempfile.TemporaryDirectory() as place:
+        links = shutil.copytree(folder, f"{place}/links", copy_function=os.symlink)
+        files = load_dataset_builder(links, config or None, cache_dir=place).config.data_files
         return {str(split): [row for file in files[split] for row in read_file(file)] for split in files}
 
 
@@ -641,7 +641,7 @@ def read_file(path):
     if file_type == ".parquet":
         return ParquetFile(path).read().to_pylist(maps_as_pydicts="lossy")
     data = Path(path).read_bytes()
-    if path.endswith(".gz"):
+    if data.startswith(b"\x1f\x8b"):
         data = gzip.decompress(data)
     text = data.decode("utf-8-sig").strip()
     if text.startswith("{"):  # JSON Lines
@@ -667,7 +667,8 @@ def read_rows(kind, rows, held_out, args, tokenizer):
             kept.append(row_read)
     if RANK == 0:  # many unknown tokens are a sign of a wrong tokenizer
         unknown = sum(tokenizer.unk_token_id in row["prompt_ids"] for row in kept)
-        marks = re.compile("|".join(map(re.escape, tokenizer.all_special_tokens)))
+        special = [re.escape(str(token)) for token in tokenizer.added_tokens_decoder.values() if token.special]
+        marks = re.compile("|".join(special) or "no mark")
         marked = sum(marks.search(str(row["prompt"])) is not None for row in kept)
         print(f"{len(kept)} {kind} rows, dropped: {dict(dropped)}, prompts with unknown tokens: {unknown}")
         print(f"{kind} rows with special tokens in their text: {marked}")
@@ -719,23 +720,25 @@ def parse_gold(answer):
 # Ways to write an answer, and what they become, in this order.
 NOTATIONS = (
     ("\u2212", "-"),  # the minus sign that is not a hyphen
-    ("[\u00ad\u200b-\u200f\u2060\ufeff]", ""),  # marks without width
+    ("[\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufe0f\ufeff]", ""),  # marks without width
+    ("([¹²³⁰-ⁿ])", r"^\1"),  # 4² is no 42
+    ("([₀-₎])", r"_\1"),  # x₂ -> x_₂ -> x_2
     (r"\\([$%])", r"\1"),  # \$ \% -> $ %
     (r"\\[()\[\]]|\$\$", "$"),  # \( \) \[ \] $$ -> $
     (r"^(?:\*\*(.*)\*\*|\$([^$]*)\$|\{([^{}]*)\}|(.*)\.)$", r"\1\2\3\4"),  # **5** $5$ {5} 5. -> 5
-    (r"(?<=\d)(?:\\!,|,\\!|\\,|\{,\})(?=\d)", ","),  # 1{,}000 1\,000 1,\!000 -> 1,000
+    (r"(?<=[0-9])(?:\\!,|,\\!|\\,|\{,\})(?=[0-9])", ","),  # 1{,}000 1\,000 1,\!000 -> 1,000
     (r"^([+-]?) ?[$£€] ?(?!.*\$)", r"\1"),  # -$5 -> -5
     (r"\\[dt]frac", r"\\frac"),  # \dfrac \tfrac -> \frac
-    (r"\\frac ?(\d)", r"\\frac{\1}"),  # \frac12 -> \frac{1}2
-    (r"(\\frac\{[^{}]*\}) ?(\d)", r"\1{\2}"),  # \frac{1}2 -> \frac{1}{2}
-    (r"^([+-]?) ?\\frac\{([+-]?\d+)\}\{([+-]?\d+)\}$", r"\1\2/\3"),  # -\frac{1}{2} -> -1/2
+    (r"\\frac ?([0-9])", r"\\frac{\1}"),  # \frac12 -> \frac{1}2
+    (r"(\\frac\{[^{}]*\}) ?([0-9])", r"\1{\2}"),  # \frac{1}2 -> \frac{1}{2}
+    (r"^([+-]?) ?\\frac\{([+-]?[0-9]+)\}\{([+-]?[0-9]+)\}$", r"\1\2/\3"),  # -\frac{1}{2} -> -1/2
     (r"\\(?:text|textbf|mathrm|mbox) ?\{([^{}\\]*)\}", r"\1"),  # \text{red} -> red
 )
 NUMBER = re.compile(
     r"([+-]?) ?"  # sign
-    r"(?=[\d.])"  # the text does not end here, although each of the next parts may be empty
-    r"((?:[1-9]\d{0,2}(?:,\d{3})+|\d*)(?:\.\d+)?(?:e[+-]?\d{1,2})?)"  # 1,234  5  .5  1e-05
-    r"(?: ?/ ?([+-]?0*[1-9]\d*))?"  # a divisor other than 0
+    r"(?=[0-9.])"  # the text does not end here, although each of the next parts may be empty
+    r"((?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]*)(?:\.[0-9]+)?(?:e[+-]?[0-9]{1,2})?)"  # 1,234  5  .5  1e-05
+    r"(?: ?/ ?([+-]?0*[1-9][0-9]*))?"  # a divisor other than 0
 )
 
 
@@ -747,10 +750,11 @@ def parse_answer(text):
     """
     if len(text) > 1000:  # no answer is that long, and Python refuses to read numbers of more than 4300 digits
         return text
-    text = re.sub("([¹²³⁰-₉])", r"^\1", text)  # 4² is no 42
-    text = unicodedata.normalize("NFKC", text)  # a wide ２ is a 2, and é is one letter
-    for pattern, replacement in NOTATIONS + NOTATIONS:
-        text = re.sub(pattern, replacement, text).strip()
+    text = re.sub(r"\d", lambda digit: str(unicodedata.decimal(digit[0])), text)  # digits of any script
+    for _ in range(2):
+        for pattern, replacement in NOTATIONS:
+            text = re.sub(pattern, replacement, text).strip()
+        text = unicodedata.normalize("NFKC", text)
     number = NUMBER.fullmatch(text)
     if number:
         sign, digits, divisor = number.groups()
@@ -792,7 +796,7 @@ def read_braces(text):
     """Return what the braces at the start of a text enclose, {a{b}}c -> a{b}, or its first word; None if cut off."""
     text = text.strip()
     if not text.startswith("{"):
-        return re.split(r"[\s$]", text)[0] or None
+        return re.match(r"(?:[^\s$}*\\]|\\(?![)\]]))*(?<![,;])", text)[0] or None
     depth = 0
     for place, letter in enumerate(text):
         if letter == "{":
@@ -848,7 +852,7 @@ def load_model(name, tokenizer):
     if hasattr(model, "peft_config"):
         raise SystemExit(f"{name} is an adapter: merge it into its model first, with merge_and_unload() of peft")
     if RANK == 0 and type(model).__name__ not in str(model.config.architectures):
-        print(f"{name}: only its language model, {type(model).__name__}, is trained and saved")
+        print(f"{name}: its language model, {type(model).__name__}, is trained and saved")
     if model.num_parameters() < 10_000_000:
         torch.set_num_threads(1)  # on a CPU, more threads would mostly wait for each other
     # nn.Embedding gives the row padding_idx no gradient, but the padding token may also be the stop token.
@@ -1128,6 +1132,8 @@ def load_state(run_dir, policy, optimizer):
         dcp.load({"model": model, "optimizer": moments}, checkpoint_id=folders[-1])
         dcp_state.set_state_dict(policy, optimizer, model_state_dict=model, optim_state_dict=moments)
         step = int(folders[-1].name)
+    elif (run_dir / "checkpoint").exists() and not (run_dir / "state").exists():
+        raise SystemExit(f"--resume {run_dir}: state/ is gone; start a new run with --model {run_dir}/checkpoint")
     if RANK == 0:
         for name in ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl"):
             log = run_dir / name
@@ -1527,13 +1533,15 @@ def end_run(args, signals):
             for name, value in evaluations[0].items():
                 if name.startswith("eval/"):
                     print(f"{name.removeprefix('eval/')} {value:.3f} -> {evaluations[-1][name]:.3f}")
-        if Path(args.run_dir, "checkpoint").exists():
-            command = shlex.join(["python", sys.argv[0], "--resume", args.run_dir])
+        command = shlex.join(["python", sys.argv[0], "--resume", args.run_dir])
+        saved = Path(args.run_dir, "checkpoint").exists()
+        if saved:
             print(f"model: {args.run_dir}/checkpoint")
-            if signum:
-                print(f"to continue: {command}")
-            else:
-                print(f"to train for longer: {command} --num-steps N")
+        if signum:
+            print(f"to continue: {command}")
+        elif saved:
+            print(f"to train for longer: {command} --num-steps N")
+        Path(args.run_dir, "args.json").read_bytes()  # closing the file ends the lock, which matters in a notebook
     dist.destroy_process_group()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -251,7 +251,7 @@ inner_bar = partial(tqdm, leave=False, delay=5, disable=RANK > 0)
 
 def parse_args():
     """Read the flags. Their defaults are TINY, those of Args or, with --resume, the settings of the run."""
-    given, _ = tyro.cli(Args, add_help=False, return_unknown_args=True)
+    given, _ = tyro.cli(Args, default=Args(model=""), add_help=False, return_unknown_args=True)
     defaults = {}
     if given.resume:
         file = Path(given.resume, "args.json")
@@ -263,14 +263,14 @@ def parse_args():
             print(f"{file}: settings that this version does not have are ignored: {', '.join(unknown)}")
         defaults = {name: value for name, value in settings.items() if name in vars(Args())}
         defaults["run_dir"] = ""  # the same folder again, unless --run-dir names another
-    elif given.tiny or given.model == Args.model:
+    elif given.tiny or not given.model:
         defaults = TINY
     args = tyro.cli(Args, default=Args(**defaults))
     for name in PATHS:  # absolute, because a run may be resumed from another folder
         path = getattr(args, name)
-        if path and Path(path).exists():
+        if path and (Path(path).exists() or Path(path.split(":")[0]).exists()):
             setattr(args, name, os.path.abspath(path))
-        elif path.startswith(("/", ".")) and not Path(path.split(":")[0]).exists():
+        elif path.startswith(("/", ".")):
             raise SystemExit(f"--{name} {path}: there is no such file or folder")
     if args.resume:
         current = vars(args) | {"script": Path(sys.argv[0]).name}  # the started file, which may import this one
@@ -387,9 +387,9 @@ def load_splits(name, num_held_out):
 def read_folder(folder, config):
     """Read the files of a folder by split, which datasets finds in its README.md or their names."""
     # datasets takes [1] or ? in the name of a folder for a pattern, so it gets links in a folder with a plain name.
-    with tempfile.TemporaryDirectory() as links:
-        shutil.copytree(folder, links, copy_function=os.symlink, dirs_exist_ok=True)
-        files = load_dataset_builder(links, config or None, cache_dir=links).config.data_files
+    with tempfile.TemporaryDirectory() as place:
+        links = shutil.copytree(folder, f"{place}/links", copy_function=os.symlink)
+        files = load_dataset_builder(links, config or None, cache_dir=place).config.data_files
         return {str(split): [row for file in files[split] for row in read_file(file)] for split in files}
 
 
@@ -404,7 +404,7 @@ def read_file(path):
     if file_type == ".parquet":
         return ParquetFile(path).read().to_pylist(maps_as_pydicts="lossy")
     data = Path(path).read_bytes()
-    if path.endswith(".gz"):
+    if data.startswith(b"\x1f\x8b"):
         data = gzip.decompress(data)
     text = data.decode("utf-8-sig").strip()
     if text.startswith("{"):  # JSON Lines
@@ -431,7 +431,8 @@ def read_chats(kind, rows, held_out, args, tokenizer):
                 examples.append(example)
     if RANK == 0:
         unknown = sum(tokenizer.unk_token_id in example["prompt_ids"] for example in examples)
-        marks = re.compile("|".join(map(re.escape, tokenizer.all_special_tokens)))
+        special = [re.escape(str(token)) for token in tokenizer.added_tokens_decoder.values() if token.special]
+        marks = re.compile("|".join(special) or "no mark")
         marked = sum(marks.search(str(row)) is not None for row in rows)
         print(f"{len(examples)} {kind} examples, dropped: {dict(dropped)}, prompts with unknown tokens: {unknown}")
         print(f"{kind} rows with special tokens in their text: {marked}")
@@ -580,7 +581,7 @@ def load_model(name, tokenizer):
     if hasattr(model, "peft_config"):
         raise SystemExit(f"{name} is an adapter: merge it into its model first, with merge_and_unload() of peft")
     if RANK == 0 and type(model).__name__ not in str(model.config.architectures):
-        print(f"{name}: only its language model, {type(model).__name__}, is trained and saved")
+        print(f"{name}: its language model, {type(model).__name__}, is trained and saved")
     if model.num_parameters() < 10_000_000:
         torch.set_num_threads(1)  # on a CPU, more threads would mostly wait for each other
     # nn.Embedding gives the row padding_idx no gradient, but the padding token may also be the stop token.
@@ -826,6 +827,8 @@ def load_state(run_dir, policy, optimizer):
         dcp.load({"model": model, "optimizer": moments}, checkpoint_id=folders[-1])
         dcp_state.set_state_dict(policy, optimizer, model_state_dict=model, optim_state_dict=moments)
         step = int(folders[-1].name)
+    elif (run_dir / "checkpoint").exists() and not (run_dir / "state").exists():
+        raise SystemExit(f"--resume {run_dir}: state/ is gone; start a new run with --model {run_dir}/checkpoint")
     if RANK == 0:
         for name in ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl"):
             log = run_dir / name
@@ -1014,13 +1017,15 @@ def end_run(args, signals):
             for name, value in evaluations[0].items():
                 if name.startswith("eval/"):
                     print(f"{name.removeprefix('eval/')} {value:.3f} -> {evaluations[-1][name]:.3f}")
-        if Path(args.run_dir, "checkpoint").exists():
-            command = shlex.join(["python", sys.argv[0], "--resume", args.run_dir])
+        command = shlex.join(["python", sys.argv[0], "--resume", args.run_dir])
+        saved = Path(args.run_dir, "checkpoint").exists()
+        if saved:
             print(f"model: {args.run_dir}/checkpoint")
-            if signum:
-                print(f"to continue: {command}")
-            else:
-                print(f"to train for longer: {command} --num-steps N")
+        if signum:
+            print(f"to continue: {command}")
+        elif saved:
+            print(f"to train for longer: {command} --num-steps N")
+        Path(args.run_dir, "args.json").read_bytes()  # closing the file ends the lock, which matters in a notebook
     dist.destroy_process_group()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -87,7 +87,14 @@ def test_a_path_of_nothing_is_not_looked_for_on_the_hub(flag, path):
 def test_a_folder_may_be_named_with_a_split(folder):
     (folder / "pairs").mkdir()
     name = f"{folder / 'pairs'}::train_prefs"
-    assert parse(grpo, **small(grpo) | {"dataset": name}).dataset == name
+    for given in (name, "pairs::train_prefs", "./pairs::train_prefs"):
+        assert parse(grpo, **small(grpo) | {"dataset": given}).dataset == name
+
+
+@pytest.mark.parametrize("model", [TINY, "no/such/model"])
+def test_a_model_that_is_named_is_trained_with_the_settings_of_real_models(model):
+    assert parse(grpo).num_steps == parse(grpo, model=model, tiny=True).num_steps == grpo.TINY["num_steps"]
+    assert parse(grpo, model=model).num_steps == grpo.Args.num_steps
 
 
 def test_a_link_to_a_script_finds_the_bundled_model(folder):

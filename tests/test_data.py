@@ -193,9 +193,10 @@ def test_a_file_is_read_whatever_is_in_its_name(tmp_path, tokenizer):
         assert len(train) == len(ROWS), name
 
 
-@pytest.mark.parametrize("name", ["a::b.jsonl", "a b.csv", "#%25.parquet", "ROWS.JSONL"])
+@pytest.mark.parametrize("name", ["a::b.jsonl", "a b.csv", "#%25.parquet", "ROWS.JSONL", "ROWS.JSONL.gz"])
 def test_other_names_are_names_too(tmp_path, tokenizer, name):
-    train, _ = load(write_rows(tmp_path / name, ROWS), tokenizer)
+    path = Path(write_rows(tmp_path / name, ROWS))
+    train, _ = load(path.rename(path.with_suffix(path.suffix.replace("gz", "GZ"))), tokenizer)
     assert len(train) == len(ROWS)
 
 

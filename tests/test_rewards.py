@@ -100,7 +100,11 @@ kg | \mathrm{kg} ¦ \text{kg}
 12 | \text{12} ¦ \text{1}\text{2}
 (1,2) | (1, 2)
 x=3 | x  =  3
-42 | ４２ ¦ ٤٢ ¦ ४२ ¦ 4​2 ¦ ﻿42‎ ¦ 4­2
+42 | ４２ ¦ ٤٢ ¦ ४२ ¦ 4​2 ¦ ﻿42‎ ¦ 4­2 ¦ ⁦42⁩
+1/2 | १/२ ¦ ٠.٥
+1234 | १,२३४
+(1,2) | (1, ٢)
+x_2 | x₂ ¦ x_2
 -3/4 | －３／４ ¦ −⁠３/４
 café | café ¦ café
 x^2 | x² ¦ x^2
@@ -124,6 +128,7 @@ def test_parse_answer(answer, text):
 1 | 1, 2, 3 ¦ \frac{1}{0} ¦ 1e3
 1234 | 1.234 ¦ 12,34 ¦ 1,,234 ¦ 1 234 ¦ 1\ 234 ¦ 1'234 ¦ 1_234
 42 | 4 2 ¦ 4² ¦ 4₂
+x₂ | x² ¦ x^2 ¦ x2
 -42 | - 4 2
 11/2 | 1\frac{1}{2} ¦ 1 1/2
 3/2 | 1\frac12 ¦ \frac1{2}3
@@ -170,6 +175,8 @@ We get \boxed{\frac{1}{2}}. | \boxed{1/2}
 5 | <think>\boxed{4}</think>\boxed{5} ¦ \boxed{5}} and cut off in the mid
 It is $\boxed 2$. | \boxed{2} ¦ \boxed 2 ¦ It is \boxed 2. ¦ so $\boxed 2$, as asked
 5 | \boxed 4, no, \boxed 5.
+5 | \(\boxed 5\) ¦ \[\boxed 5\] ¦ **\boxed 5** ¦ \boxed 5, so ¦ {\boxed 5}
+1/2 | \boxed 1/2 ¦ \boxed\frac12
 """)
 def test_the_right_answer_is_accepted(answer, text):
     assert grpo.reward_fn(text, answer) == 1.0
@@ -198,6 +205,7 @@ LONG = 1_000_000
 HOSTILE = {
     "braces": "{" * LONG,
     "boxes": "\\boxed{" * (LONG // 7),
+    "boxes without braces": "\\boxed 6 " * (LONG // 9),
     "nested boxes": "\\boxed{" * 100_000 + "1" + "}" * 100_000,
     "a list that is no json": '["\\sqrt{2}"]',
     "words": "word " * (LONG // 5),

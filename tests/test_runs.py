@@ -158,6 +158,15 @@ def test_a_run_that_was_killed_before_its_first_save_starts_again(run, finished)
     assert steps_of(run) == [0, 1, 2]
 
 
+def test_a_finished_run_whose_state_was_deleted_stays_as_it_is(run):
+    """It is what takes most space."""
+    shutil.rmtree(run / "state")
+    before = files_of(run)
+    assert exit_line(grpo, resume=run, num_steps=4).endswith(f"start a new run with --model {run}/checkpoint")
+    logs = {path for path in before if path.suffix == ".jsonl" or path.parent.name == "checkpoint"}
+    assert {path: files_of(run)[path] for path in logs} == {path: before[path] for path in logs}
+
+
 HOLD = """
 import sys, time, grpo
 grpo.lock_run(sys.argv[1])
@@ -195,6 +204,9 @@ def test_a_training_run_holds_its_lock_until_it_ends(sums, tmp_path, monkeypatch
     monkeypatch.setattr(grpo, "score_completions", score)
     grpo.main(parse(grpo, dataset=sums, run_dir=tmp_path / "run", **SMALL))
     assert refused == [f"{tmp_path / 'run'}: another process is still running this run"]
+    refused.clear()
+    score([], [])  # after main, as in a notebook that stays open
+    assert refused == [""]
 
 
 def test_a_run_whose_first_evaluation_has_fewer_metrics_ends_well(run, capsys):

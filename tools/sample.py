@@ -174,10 +174,13 @@ def summary(samples, n):
 
 
 def score(texts, rows):
-    """Return the rewards of grpo.py; exit if there are no answers and no reward of one's own."""
-    if rows[0]["answer"] is None and grpo.reward_fn.__module__ == grpo.score_completions.__module__ == "grpo":
-        raise SystemExit("rows without answers need a reward of your own: docs/data.md shows how to sample with it")
-    return grpo.check_rewards(grpo.score_completions(texts, rows), texts)
+    """Return the rewards; exit if the rule of grpo.py lacks answers."""
+    try:
+        return grpo.check_rewards(grpo.score_completions(texts, rows), texts)
+    except ValueError as error:
+        if rows[0]["answer"] is not None:
+            raise
+        raise SystemExit(f"{error}: docs/data.md shows how to sample with it") from error
 
 
 def main(given):

@@ -59,7 +59,7 @@ def test_kept_and_printed_rewards_are_those_of_the_rule(capsys):
 def test_rows_without_answers_need_a_reward_of_ones_own(monkeypatch, capsys):
     write_jsonl("plain.jsonl", [{"prompt": f"{i}+1="} for i in range(1, 9)])
     flags = ("--dataset", "plain.jsonl", "--eval-prompts", 1, "--num-samples", 2, "--out", "a.jsonl")
-    with pytest.raises(SystemExit, match="a reward of your own: docs/data.md shows how to sample with it"):
+    with pytest.raises(SystemExit, match="write a reward of your own: docs/data.md shows how to sample with it"):
         run(*flags)
     [page] = re.findall(r"^    (import grpo, my_reward, sample)\n    (.*)\n    (.*)\n", DATA_PAGE, re.MULTILINE)
     monkeypatch.setitem(sys.modules, "my_reward", SimpleNamespace(reward=lambda completion, _: float(len(completion))))
