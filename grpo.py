@@ -572,7 +572,8 @@ def read_rows(kind, rows, held_out, args, tokenizer):
         marks = re.compile("|".join(special) or "no mark")
         marked = sum(marks.search(str(row["prompt"])) is not None for row in kept)
         print(f"{len(kept)} {kind} rows, dropped: {dict(dropped)}, prompts with unknown tokens: {unknown}")
-        print(f"{kind} rows with special tokens in their text: {marked}")
+        prose = sum(len(str(parse_gold(row["answer"] or "")).split()) > 7 for row in kept)
+        print(f"{kind} rows with special tokens in their text: {marked}, with prose as the answer: {prose}")
     return kept
 
 

@@ -339,6 +339,15 @@ def test_prompts_with_letters_that_the_model_does_not_know_are_counted(script, t
     assert "dropped: {}, prompts with unknown tokens: 3\n" in capsys.readouterr().out
 
 
+def test_answers_that_are_prose_are_counted(tmp_path, tokenizer, capsys):
+    """The default reward compares them letter by letter. Solutions that end in an answer are none."""
+    answers = ["To add 1 and 1, count one on from 1.", "2", "To add 1 and 1, count on: \\boxed{2}", "x + y + z", None]
+    load_rows(tmp_path, [{"prompt": f"{i}=", "answer": answer} for i, answer in enumerate(answers)], tokenizer)
+    assert "with prose as the answer: 1\n" in capsys.readouterr().out
+    load_rows(tmp_path, [{"prompt": "1+1="}], tokenizer)
+    assert "with prose as the answer: 0\n" in capsys.readouterr().out
+
+
 def test_rows_without_answers_need_a_reward_of_ones_own():
     with pytest.raises(ValueError, match="no column answer, solution or ground_truth: rename"):
         grpo.reward_fn("2", None)
