@@ -508,7 +508,7 @@ def read_rows(kind, rows, held_out, args, tokenizer):
     if RANK == 0:  # many unknown tokens are a sign of a wrong tokenizer
         unknown = sum(tokenizer.unk_token_id in row["prompt_ids"] for row in kept)
         special = [re.escape(str(token)) for token in tokenizer.added_tokens_decoder.values() if token.special]
-        marks = re.compile("|".join(special) or "no mark")
+        marks = re.compile("|".join(special))
         marked = sum(marks.search(str(row["prompt"])) is not None for row in kept)
         print(f"{len(kept)} {kind} rows, dropped: {dict(dropped)}, prompts with unknown tokens: {unknown}")
         prose = sum(len(str(parse_gold(row["answer"] or "")).split()) > 7 for row in kept)
@@ -637,6 +637,7 @@ def read_braces(text):
     """Return what the braces at the start of a text enclose, {a{b}}c -> a{b}, or its first word; None if cut off."""
     text = text.strip()
     if not text.startswith("{"):
+        # Up to a blank, $, }, *, \) or \], without a comma or semicolon at the end.
         return re.match(r"(?:[^\s$}*\\]|\\(?![)\]]))*(?<![,;])", text)[0] or None
     depth = 0
     for place, letter in enumerate(text):
@@ -1008,7 +1009,7 @@ def catch_signals():
         if signal.getsignal(signal.SIGTERM) is request_stop:  # main has not ended
             signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
 
-    def release():
+    def release():  # also where hold did nothing
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
 
     def reset_child():

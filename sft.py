@@ -432,7 +432,7 @@ def read_chats(kind, rows, held_out, args, tokenizer):
     if RANK == 0:
         unknown = sum(tokenizer.unk_token_id in example["prompt_ids"] for example in examples)
         special = [re.escape(str(token)) for token in tokenizer.added_tokens_decoder.values() if token.special]
-        marks = re.compile("|".join(special) or "no mark")
+        marks = re.compile("|".join(special))
         marked = sum(marks.search(str(row)) is not None for row in rows)
         print(f"{len(examples)} {kind} examples, dropped: {dict(dropped)}, prompts with unknown tokens: {unknown}")
         print(f"{kind} rows with special tokens in their text: {marked}")
