@@ -62,8 +62,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
-# Idle OpenMP threads spin, which slows a busy machine down; let them sleep. This must be set before torch is imported.
+# These must be set before torch is imported. Idle OpenMP threads spin, which slows a busy machine down: let them sleep.
+# On a GPU, let segments of memory grow, because batches of other sizes would leave gaps between them.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import pandas
 import torch
@@ -79,6 +81,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.cache_utils import DynamicLayer
 
 HERE = Path(__file__).resolve().parent
 RANK = int(os.environ.get("RANK", 0))  # torchrun sets RANK and WORLD_SIZE
@@ -122,7 +125,7 @@ class Args:
     temperature: float = 1.0
     """temperature of rollouts and of their log-probabilities"""
     rollout_batch_size: int = 0
-    """maximum completions sampled at once on each rank (0: all); set it if sampling runs out of memory"""
+    """maximum completions sampled at once on each rank, also in evaluations (0: as many as a step samples)"""
 
     # optimization
     learning_rate: float = 1e-6
@@ -131,8 +134,8 @@ class Args:
     """optimizer steps over which the learning rate rises from 0"""
     minibatch_size: int = 256
     """completions per optimizer step, over all ranks; at most those of a rollout"""
-    microbatch_tokens: int = 16384
-    """maximum tokens per forward pass, including padding; lower it if the update runs out of memory"""
+    microbatch_tokens: int = 4096
+    """maximum tokens per forward pass, including padding"""
     update_epochs: int = 1
     """passes over each rollout"""
     max_grad_norm: float = 1.0
@@ -164,7 +167,7 @@ class Args:
 # Without --model, the bundled model is trained with these settings; with --tiny, also a checkpoint of it.
 TINY = {"learning_rate": 1.5e-4, "warmup_steps": 8, "num_steps": 40, "prompts_per_step": 16, "minibatch_size": 64}
 TINY |= {"system_prompt": "", "max_prompt_length": 32, "max_completion_length": 48, "eval_prompts": 512}
-TINY |= {"microbatch_tokens": 1024, "precision": "float32"}
+TINY |= {"microbatch_tokens": 1024, "rollout_batch_size": 2048, "precision": "float32"}
 
 
 # The next three functions are the reward. Edit any of them. Evaluations count is_correct as accuracy.
@@ -476,7 +479,13 @@ ANSWER_COLUMNS = ("answer", "solution", "ground_truth")
 READ_COLUMNS = (*PROMPT_COLUMNS, *ANSWER_COLUMNS, "system", "tools")
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 EVAL_SAMPLES = 4  # completions per held-out prompt, for pass@1 and pass@4
+LOGITS_AT_ONCE = 2**27 if torch.cuda.is_available() else 2**25  # of the head: 512 MiB on a GPU, 128 MiB on a CPU
+CACHE_BLOCK = 128  # tokens for which a key-value cache makes room at once
 LORA_ALPHA = 32  # an adapter's output is multiplied by alpha / rank
+LESS_MEMORY = (
+    "Out of memory while sampling: lower --rollout-batch-size; while updating: lower --microbatch-tokens, or add "
+    "--gradient-checkpointing or --lora-rank 8; python tools/memory.py --script S --model M --gpu-gb G tells what fits"
+)
 LINEAR_LAYERS = ("Linear", "FalconLinear")  # classes that get adapters; subclasses, such as routers, may do more
 
 # A progress bar within a step, which appears after five seconds.
@@ -535,6 +544,7 @@ def init_ranks():
     """Join the process group of torchrun, or make a group of one; return this rank's device."""
     if hasattr(sys.stdout, "reconfigure"):  # a notebook's has none
         sys.stdout.reconfigure(errors="replace")  # a letter that the terminal lacks must not end a run
+    sys.excepthook = explain_error
     device = torch.device("cpu")
     backend = "gloo"
     if torch.cuda.is_available():
@@ -548,6 +558,13 @@ def init_ranks():
     return device
 
 
+def explain_error(kind, error, traceback):
+    """Print an error as Python does, and if memory did not suffice, what to do."""
+    sys.__excepthook__(kind, error, traceback)
+    if issubclass(kind, torch.OutOfMemoryError):
+        print(LESS_MEMORY, file=sys.stderr)
+
+
 def check_args(args):
     """Exit if a setting cannot work, and replace the precision "auto"."""
     for name in ("temperature", "max_grad_norm", "eval_every", "save_every"):
@@ -557,6 +574,7 @@ def check_args(args):
         raise SystemExit("--group-size must be at least 2: a group of one has advantage 0")
     size = args.prompts_per_step * args.group_size
     args.minibatch_size = min(args.minibatch_size, size)
+    args.rollout_batch_size = args.rollout_batch_size or size // WORLD_SIZE
     if size % args.minibatch_size:
         allowed = f"must divide --prompts-per-step times --group-size, as {size} does"
         raise SystemExit(f"--minibatch-size {args.minibatch_size} {allowed}")
@@ -1068,8 +1086,8 @@ def head_logprobs(model, hidden, targets, temperature):
             entropies = -(logprobs.exp() * logprobs).sum(-1)
         return logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), entropies
 
-    # All logits (N, V) might not fit: compute chunks of 2**25 numbers (128 MiB), and again in the backward pass.
-    size = 2**25 // head.weight.shape[0]
+    # All logits (N, V) might not fit: compute them in chunks, and again in the backward pass.
+    size = LOGITS_AT_ONCE // head.weight.shape[0]
     if len(hidden) <= size:
         return chunk_logprobs(hidden, targets)
     chunks = zip(hidden.split(size), targets.split(size))
@@ -1113,8 +1131,8 @@ def open_run(args, policy, optimizer):
         args.run_dir = f"runs/{Path(sys.argv[0]).stem}__{args.seed}__{started}"
     if RANK == 0:
         kind = type(policy.model).__name__
-        where = f"{policy.model.device}, number of ranks: {WORLD_SIZE}, steps done: {last_step}"
-        print(f"{args.run_dir}: {kind}, {args.precision} on {where}")
+        where = f"{policy.model.device}, CPU threads: {torch.get_num_threads()}, number of ranks: {WORLD_SIZE}"
+        print(f"{args.run_dir}: {kind}, {args.precision} on {where}, steps done: {last_step}")
         Path(args.run_dir).mkdir(parents=True, exist_ok=bool(args.resume))
         settings = {"script": Path(sys.argv[0]).name} | vars(args)
         Path(args.run_dir, "args.json").write_text(json.dumps(settings, indent=2))
@@ -1315,36 +1333,25 @@ def generate(model, prompt_ids, prompt_mask, max_completion_length, temperature,
     completion_ids = prompt_ids.new_zeros(len(prompt_ids), max_completion_length)
     completion_mask = torch.zeros_like(completion_ids)
     sampler_logprobs = torch.zeros(completion_mask.shape, device=prompt_ids.device)
-    active = torch.arange(len(prompt_ids), device=prompt_ids.device)  # the A completions that are not finished
+    active = torch.arange(len(prompt_ids), device=prompt_ids.device)  # the A completions in the batch
+    going = torch.ones_like(active)  # 0 for those of them that are finished
 
-    # Read adjacent copies of a prompt once. The mask is compared, too, because a prompt may contain the padding id 0.
-    prompts = torch.cat([prompt_ids, prompt_mask], 1)  # (B, 2P)
-    prompts, copies = prompts.unique_consecutive(dim=0, return_inverse=True)  # (U, 2P); copies (B,): where each is
-    ids, mask = prompts.chunk(2, dim=1)
-    output = model(
-        input_ids=ids,
-        attention_mask=mask,
-        position_ids=(mask.cumsum(1) - 1).clamp(min=0),
-        use_cache=True,
-        logits_to_keep=1,
-    )
-    # Repeat what was read for each copy. reorder_cache selects rows, so it can also repeat them.
-    logits = output.logits[copies, -1]  # (B, V)
-    mask = mask[copies]
-    cache = output.past_key_values
-    cache.reorder_cache(copies)
-
+    mask = prompt_mask
+    logits, cache = prefill(model, prompt_ids, prompt_mask)
     for t in inner_bar(range(max_completion_length), "tokens"):
         tokens, logprobs = sample_tokens(logits, temperature)
-        completion_ids[active, t] = tokens
-        completion_mask[active, t] = 1
-        sampler_logprobs[active, t] = logprobs
-        going = (~torch.isin(tokens, stop_ids)).nonzero().squeeze(1)
-        if len(going) == 0 or t == max_completion_length - 1:
+        completion_ids[active, t] = tokens * going
+        completion_mask[active, t] = going
+        sampler_logprobs[active, t] = logprobs * going
+        going = going * ~torch.isin(tokens, stop_ids)
+        num_going = going.sum().item()
+        if num_going == 0 or t == max_completion_length - 1:
             break
-        if len(going) < len(active):  # finished completions leave the batch
-            active, tokens, mask = active[going], tokens[going], mask[going]
-            cache.reorder_cache(going)
+        # Finished completions leave the batch when they are an eighth of it, because that copies the whole cache.
+        if num_going <= 7 / 8 * len(active):
+            kept = going.nonzero().squeeze(1)
+            active, going, tokens, mask = active[kept], going[kept], tokens[kept], mask[kept]
+            cache.reorder_cache(kept)
         mask = nn.functional.pad(mask, (0, 1), value=1)  # (A, P + t + 1)
         output = model(
             input_ids=tokens.unsqueeze(1),
@@ -1355,6 +1362,46 @@ def generate(model, prompt_ids, prompt_mask, max_completion_length, temperature,
         )
         logits = output.logits[:, -1]  # (A, V)
     return completion_ids, completion_mask, sampler_logprobs
+
+
+def prefill(model, prompt_ids, prompt_mask):
+    """Read prompts (B, P), adjacent copies once; return the logits of their next tokens (B, V), and a cache."""
+    # The mask is compared, too, because a prompt may contain the padding id 0.
+    prompts = torch.cat([prompt_ids, prompt_mask], 1)  # (B, 2P)
+    prompts, copies = prompts.unique_consecutive(dim=0, return_inverse=True)  # (U, 2P); copies (B,): where each is
+    ids, mask = prompts.chunk(2, dim=1)
+    output = model(
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=(mask.cumsum(1) - 1).clamp(min=0),
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    cache = output.past_key_values
+    cache.reorder_cache(copies)  # it selects rows, so it can also repeat them
+    for layer in cache.layers:
+        if type(layer) is DynamicLayer:  # others, such as those with a sliding window, keep their own update
+            layer.__class__ = RoomyLayer
+    return output.logits[copies, -1], cache
+
+
+class RoomyLayer(DynamicLayer):
+    """A layer of a key-value cache that appends tokens in place; DynamicLayer copies all tokens to append one."""
+
+    def update(self, keys, values):
+        self.keys = append_token(self.keys, keys)
+        self.values = append_token(self.values, values)
+        return self.keys, self.values
+
+
+def append_token(held, new):
+    """Append new (A, H, 1, D) to held (A, H, L, D) in place; if there is no room, copy it, with room for a block."""
+    rows, heads, length, size = held.shape
+    if held.is_contiguous():  # no room follows the last token of each head
+        held = nn.functional.pad(held, (0, 0, 0, CACHE_BLOCK))[:, :, :length]
+    longer = held.as_strided((rows, heads, length + 1, size), held.stride())
+    longer[:, :, length] = new[:, :, 0]
+    return longer
 
 
 def sample_tokens(logits, temperature):

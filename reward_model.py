@@ -46,8 +46,10 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-# Idle OpenMP threads spin, which slows a busy machine down; let them sleep. This must be set before torch is imported.
+# These must be set before torch is imported. Idle OpenMP threads spin, which slows a busy machine down: let them sleep.
+# On a GPU, let segments of memory grow, because batches of other sizes would leave gaps between them.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import pandas
 import torch
@@ -97,8 +99,8 @@ class Args:
     """optimizer steps over which the learning rate rises from 0"""
     minibatch_size: int = 64
     """pairs per optimizer step, over all ranks"""
-    microbatch_tokens: int = 16384
-    """maximum tokens per forward pass, including padding; lower it if the update runs out of memory"""
+    microbatch_tokens: int = 4096
+    """maximum tokens per forward pass, including padding"""
     max_grad_norm: float = 1.0
     """larger gradients are scaled down to this norm"""
     gradient_checkpointing: bool = False
@@ -258,6 +260,10 @@ PROMPT_COLUMNS = ("prompt", "question", "problem")
 READ_COLUMNS = (*PROMPT_COLUMNS, "chosen", "rejected", "system", "tools")
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 LORA_ALPHA = 32  # an adapter's output is multiplied by alpha / rank
+LESS_MEMORY = (
+    "Out of memory: lower --microbatch-tokens, or add --gradient-checkpointing or --lora-rank 8; "
+    "python tools/memory.py --script S --model M --gpu-gb G tells what fits"
+)
 LINEAR_LAYERS = ("Linear", "FalconLinear")  # classes that get adapters; subclasses, such as routers, may do more
 FILLER = {"prompt_ids": [0], "chosen_ids": [0], "rejected_ids": [0]}  # a pair whose results nobody uses
 
@@ -317,6 +323,7 @@ def init_ranks():
     """Join the process group of torchrun, or make a group of one; return this rank's device."""
     if hasattr(sys.stdout, "reconfigure"):  # a notebook's has none
         sys.stdout.reconfigure(errors="replace")  # a letter that the terminal lacks must not end a run
+    sys.excepthook = explain_error
     device = torch.device("cpu")
     backend = "gloo"
     if torch.cuda.is_available():
@@ -328,6 +335,13 @@ def init_ranks():
     elif not dist.is_initialized():  # it is in a notebook, after a run that failed
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return device
+
+
+def explain_error(kind, error, traceback):
+    """Print an error as Python does, and if memory did not suffice, what to do."""
+    sys.__excepthook__(kind, error, traceback)
+    if issubclass(kind, torch.OutOfMemoryError):
+        print(LESS_MEMORY, file=sys.stderr)
 
 
 def check_args(args):
@@ -808,8 +822,8 @@ def open_run(args, policy, optimizer):
         args.run_dir = f"runs/{Path(sys.argv[0]).stem}__{args.seed}__{started}"
     if RANK == 0:
         kind = type(policy.model).__name__
-        where = f"{policy.model.device}, number of ranks: {WORLD_SIZE}, steps done: {last_step}"
-        print(f"{args.run_dir}: {kind}, {args.precision} on {where}")
+        where = f"{policy.model.device}, CPU threads: {torch.get_num_threads()}, number of ranks: {WORLD_SIZE}"
+        print(f"{args.run_dir}: {kind}, {args.precision} on {where}, steps done: {last_step}")
         Path(args.run_dir).mkdir(parents=True, exist_ok=bool(args.resume))
         settings = {"script": Path(sys.argv[0]).name} | vars(args)
         Path(args.run_dir, "args.json").write_text(json.dumps(settings, indent=2))

@@ -33,10 +33,10 @@ from pathlib import Path
 # Only the child processes import torch, so that the end of a process frees what it had on the GPU.
 ROOT = Path(__file__).resolve().parent.parent
 PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312}  # bfloat16, dense
-SIZES = {  # tokens per completion and rows of the rollouts; prompts, group size and tokens of the training runs
-    "Qwen2.5-0.5B": {"tokens": 1024, "rows": (64, 512), "prompts": 32, "group": 8, "length": 512},
-    "Qwen2.5-1.5B": {"tokens": 1024, "rows": (64, 512), "prompts": 16, "group": 8, "length": 512},
-    "tiny": {"tokens": 24, "rows": (4, 8), "prompts": 2, "group": 2, "length": 16},
+SIZES = {  # tokens per completion, rows of rollouts and of passes; prompts, group size and tokens of the training runs
+    "Qwen2.5-0.5B": {"tokens": 1024, "rows": (64, 512), "passes": 16, "prompts": 32, "group": 8, "length": 512},
+    "Qwen2.5-1.5B": {"tokens": 1024, "rows": (512,), "passes": 16, "prompts": 16, "group": 8, "length": 512},
+    "tiny": {"tokens": 24, "rows": (8, 16), "passes": 4, "prompts": 2, "group": 2, "length": 16},
 }
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 TINY |= {"num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": True}
@@ -56,8 +56,7 @@ DEFAULT_RUNS = {  # {script: (metric of the last evaluation, least, most)}; wide
 }
 
 AUTO = ["--precision", "auto"]  # bfloat16 on a GPU; the bundled model's default is float32
-TRAININGS = [("grpo", {}), ("grpo", {"lora_rank": 16}), ("grpo", {"gradient_checkpointing": True})]
-TRAININGS += [("ppo_rlhf", {}), ("dpo", {})]
+TRAININGS = [("grpo", {"lora_rank": 16}), ("grpo", {"gradient_checkpointing": True}), ("ppo_rlhf", {}), ("dpo", {})]
 
 
 @dataclass
@@ -77,18 +76,25 @@ class Args:
 def sections(tiny):
     """Return (name, function, its settings, most seconds) of every section, the most important first."""
     jobs, sizes = [], ["tiny"] if tiny else list(SIZES)[:2]
+
+    def add_training(size, script, flags):
+        name = " ".join(["training", script, *flags, size])
+        jobs.append((name, time_training, {"size": size, "script": script, "flags": flags}, 120))
+
     for size in sizes:
-        jobs.append((f"numbers {size}", check_numbers, {"size": size}, 150))
         if size == sizes[0]:
-            jobs.append((f"bfloat16 {size}", check_bfloat16, {"size": size}, 100))
-            jobs.append(("resume", check_resume, {}, 150))
-            jobs.append(("ranks", check_ranks, {}, 150))
-        for script, flags in TRAININGS if size == sizes[0] else TRAININGS[:1]:
-            name = " ".join(["training", script, *flags, size])
-            jobs.append((name, time_training, {"size": size, "script": script, "flags": flags}, 100))
-        jobs.append((f"rollout {size}", time_rollout, {"size": size}, 240))
+            jobs.append((f"numbers {size}", check_numbers, {"size": size}, 150))
+        add_training(size, "grpo", {})
+        jobs.append((f"rollout {size}", time_rollout, {"size": size}, 200))
+        jobs.append((f"passes {size}", time_passes, {"size": size}, 80))
         if size == sizes[0]:
-            jobs.append(("defaults", check_defaults, {}, 250))
+            jobs.append(("default run", check_defaults, {"scripts": ["grpo"]}, 150))
+    jobs.append((f"bfloat16 {sizes[0]}", check_bfloat16, {"size": sizes[0]}, 100))
+    jobs.append(("resume", check_resume, {}, 150))
+    for script, flags in TRAININGS:
+        add_training(sizes[0], script, flags)
+    jobs.append(("other default runs", check_defaults, {"scripts": [*DEFAULT_RUNS][1:]}, 250))
+    jobs.append(("ranks", check_ranks, {}, 150))
     return jobs
 
 
@@ -217,7 +223,7 @@ def check_ranks(job):
 
 
 def check_defaults(job):
-    """Run every script with its defaults except for the precision, four at a time; sft.py runs only 100 steps."""
+    """Run scripts with their defaults except for the precision, four at a time; sft.py runs only 100 steps."""
     folder = Path(job["folder"])
 
     def run(script):
@@ -229,8 +235,9 @@ def check_defaults(job):
             return str(error)
 
     with ThreadPoolExecutor(4) as pool:
-        lines = list(pool.map(run, DEFAULT_RUNS))
-    for (script, (key, least, most)), line in zip(DEFAULT_RUNS.items(), lines):
+        lines = list(pool.map(run, job["scripts"]))
+    for script, line in zip(job["scripts"], lines):
+        key, least, most = DEFAULT_RUNS[script]
         value = line if isinstance(line, str) else line[key]
         yield f"{script}: {key}", value, f"{least} to {most}", not isinstance(line, str) and least <= value <= most
 
@@ -251,7 +258,9 @@ def read_metrics(run_dir):
 
 
 def time_rollout(job):
-    """Time our generate and that of transformers; compare the peak of ours with the formulas of tools/memory.py."""
+    """Time our generate, with and without room in its cache, and transformers'; compare our peak with formulas."""
+    from transformers.cache_utils import DynamicLayer
+
     grpo, size, rates, formulas = importlib.import_module("grpo"), SIZES[job["size"]], {}, {}
     policy, device = build(job, trained=False)
     for rows in size["rows"]:
@@ -259,7 +268,7 @@ def time_rollout(job):
         if formulas[rows] > 0.94e9 * gpu_gb():
             yield f"{rows} rows x {size['tokens']}", "not run: too little memory", "", None
             continue
-        ids, mask = make_prompts(rows, device, copies=8 if rows % 8 == 0 else 1)
+        ids, mask = make_prompts(rows, device, copies=8)
 
         def ours(tokens, ids=ids, mask=mask):
             with grpo.gathered(policy) as sampler:
@@ -267,30 +276,64 @@ def time_rollout(job):
 
         seconds, peak = timed(ours, size["tokens"], device)
         rates[rows] = rows * size["tokens"] / seconds
-        yield f"{rows} rows x {size['tokens']}: tokens a second", rates[rows], "", None
+        yield f"{rows} rows x {size['tokens']}: seconds", seconds, "", None
+        yield "... tokens a second", rates[rows], "", None
         yield from compare_peak("... peak", peak, formulas[rows])
+    if rates:
+        room, grpo.RoomyLayer.update = grpo.RoomyLayer.update, DynamicLayer.update
+        without, _ = timed(ours, size["tokens"], device)  # the most rows
+        grpo.RoomyLayer.update = room
+        yield "... seconds with a cache that is copied for each token", without, "", None
+        yield "... with room / copied", seconds / without, "", None
     policy = None
     free(device)
-    yield from time_peer(job, [rows for rows in size["rows"] if rows in rates], rates, size, device)
+    if rates:
+        yield from time_peer(job, max(rates), rates[max(rates)], size, device)
 
 
-def time_peer(job, all_rows, rates, size, device):
+def time_peer(job, rows, our_rate, size, device):
     """Time transformers' generate on the same rows, with everything in bfloat16."""
     import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.bfloat16).to(device).eval()
-    for rows in all_rows:
-        ids, mask = make_prompts(rows, device, copies=8 if rows % 8 == 0 else 1)
+    ids, mask = make_prompts(rows, device, copies=8)
 
-        def theirs(tokens, ids=ids, mask=mask):
-            settings = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "pad_token_id": 0}
-            model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=tokens, min_new_tokens=tokens, **settings)
+    def theirs(tokens):
+        settings = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "pad_token_id": 0}
+        model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=tokens, min_new_tokens=tokens, **settings)
 
-        seconds, _ = timed(theirs, size["tokens"], device)
-        rate = rows * size["tokens"] / seconds
-        yield f"transformers' generate, {rows} rows: tokens a second", rate, "", None
-        yield "... ours / transformers'", rates[rows] / rate, "", None
+    seconds, _ = timed(theirs, size["tokens"], device)
+    yield f"transformers' generate, {rows} rows: tokens a second", rows * size["tokens"] / seconds, "", None
+    yield "... ours / transformers'", our_rate * seconds / (rows * size["tokens"]), "", None
+
+
+def time_passes(job):
+    """Time forward and backward passes over the same rows, by their size and that of the LM head's chunks."""
+    import torch
+
+    grpo, size = importlib.import_module("grpo"), SIZES[job["size"]]
+    policy, device = build(job)
+    ids, mask = make_prompts(size["passes"], device)
+    completions = torch.randint(6, 28, (len(ids), size["tokens"]), device=device)
+    ones = torch.ones_like(completions)
+    batch = make_batch(ids, mask, completions, ones, ones.float())
+    rows, first = torch.arange(len(ids), device=device), None
+    for max_tokens in (4096, 16384):
+        for chunk in (2**25, 2**27):
+            grpo.LOGITS_AT_ONCE = chunk
+
+            def run(_, max_tokens=max_tokens):
+                for part in grpo.microbatches(batch, rows, max_tokens):
+                    policy(part, 1.0)[0].sum().backward()
+                policy.zero_grad()
+
+            seconds, peak = timed(run, 0, device)
+            first = first or seconds
+            what = f"passes of {max_tokens} tokens, 2^{chunk.bit_length() - 1} logits at once"
+            yield f"{what}: tokens a second", completions.numel() / seconds, "", None
+            yield "... seconds / those of the first row", seconds / first, "", None
+            yield "... peak, GB", peak / 1e9 if peak else "", "", None
 
 
 def rollout_formula(config, rows, prompt_length, tokens):
@@ -339,7 +382,13 @@ def time_training(job):
     line = read_metrics(settings["run_dir"])[-1]
     yield "seconds per step", line["perf/step_seconds"], "", None
     tokens = trained_tokens(job, line, size, settings)
+    if peaks:
+        yield "rollout: seconds", line["perf/rollout_seconds"], "", None
+        yield "... tokens a second", tokens / line["perf/rollout_seconds"], "", None
+        sampler_kl = line["policy/sampler_kl"]
+        yield "... policy/sampler_kl", sampler_kl, "under 1e-3", sampler_kl < 1e-3
     seconds = sum(updates[-len(updates) // settings["num_steps"] :])  # of the last step
+    yield "update: seconds", seconds, "", None
     yield "update: tokens a second", tokens / seconds, "", None
     if job["peak_tflops"]:
         flops = flops_per_token(memory.count_models(config, job["script"]), size["length"])
@@ -535,6 +584,7 @@ def run_child(job):
 def start_child(job, limit):
     """Run a section in a separate process; return its rows."""
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "TOKENIZERS_PARALLELISM": "false"}
+    environment |= {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}  # as in the scripts
     command = [sys.executable, __file__, "child", json.dumps(job)]
     with tempfile.TemporaryFile("w+") as errors:
         child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)

@@ -59,14 +59,25 @@ def test_small_steps_reach_blocks_in_bfloat16(job):
 
 def test_rollout_and_its_peer(job):
     rows = as_dict(benchmark.time_rollout(job))
-    assert rows["4 rows x 24: tokens a second"] > 0 and rows["... ours / transformers'"] > 0
+    assert rows["8 rows x 24: seconds"] > 0 and rows["... ours / transformers'"] > 0
+    assert rows["... with room / copied"] > 0
     assert rows["... peak by tools/memory.py, GB"] > 0
     peaks = [row for peak in (9e9, 5e9, 11e9) for row in benchmark.compare_peak("peak", peak, 10e9)]  # as on a GPU
     assert peaks[0] == ("peak, GB", 9.0, "0.6 to 1.05 of 10.00 (tools/memory.py)", True)
     assert [holds for *_, holds in peaks] == [True, False, False]
 
 
-@pytest.mark.parametrize("name, flags", benchmark.TRAININGS)
+def test_passes(job, monkeypatch):
+    monkeypatch.setattr(grpo, "LOGITS_AT_ONCE", 2**25)  # restore what the section replaces
+    rows = as_dict(benchmark.time_passes(job))
+    assert [name for name in rows if "passes" in name] == [
+        f"passes of {tokens} tokens, 2^{bits} logits at once: tokens a second"
+        for tokens in (4096, 16384)
+        for bits in (25, 27)
+    ]
+
+
+@pytest.mark.parametrize("name, flags", [("grpo", {}), *benchmark.TRAININGS])
 def test_training(job, monkeypatch, name, flags):
     script = {"grpo": grpo, "dpo": dpo, "ppo_rlhf": ppo_rlhf}[name]
     replaced = {"save", "gathered", "accumulate_gradients", "step_optimizer"}
@@ -74,7 +85,8 @@ def test_training(job, monkeypatch, name, flags):
         monkeypatch.setattr(script, own, getattr(script, own))
     rows = as_dict(benchmark.time_training(job | {"script": name, "flags": flags}))
     assert rows["update: tokens a second"] > 0 and rows["update: model FLOP utilisation"] > 0
-    assert rows["peak of the update by tools/memory.py, GB"] > 0
+    assert rows["peak of the update by tools/memory.py, GB"] > 0 and rows["update: seconds"] > 0
+    assert ("... policy/sampler_kl" in rows) == (script is not dpo)
     assert ("peak of the rollout by tools/memory.py, GB" in rows) == (script is not dpo)
 
 
@@ -96,7 +108,7 @@ def test_sections_that_run_scripts(job, monkeypatch):
     assert as_dict(benchmark.check_resume(job))["steps of a run that was resumed"] == "1 2 3 4"
     assert commands[2][:3] == ["grpo", "--resume", f"{job['folder']}/half"]
     assert as_dict(benchmark.check_ranks(job)) == {"grpo.py on two processes: eval/accuracy": 0.99}
-    rows = list(benchmark.check_defaults(job))
+    rows = list(benchmark.check_defaults(job | {"scripts": [*benchmark.DEFAULT_RUNS]}))
     assert [what for what, *_, holds in rows if not holds] == ["dapo: eval/accuracy"] and len(rows) == 12
     assert rows[2][1] == "dapo: CUDA error"
     with pytest.raises(RuntimeError, match="tests/sync_copies: usage: "):
@@ -107,7 +119,8 @@ def test_sections_that_run_scripts(job, monkeypatch):
 def test_failures_are_written_and_the_rest_goes_on(tmp_path, monkeypatch, capsys):
     """One section raises an error, one takes too long, and for one no time is left; each is a separate process."""
     jobs = [("resume", benchmark.check_resume, {}, 60), ("ranks", benchmark.check_ranks, {}, 0.1)]
-    jobs += [("defaults", benchmark.check_defaults, {}, 60), ("numbers", benchmark.check_numbers, {}, 60)]
+    jobs += [("default run", benchmark.check_defaults, {"scripts": ["grpo"]}, 60)]
+    jobs += [("numbers", benchmark.check_numbers, {}, 60)]
     monkeypatch.setattr(benchmark, "sections", lambda _: jobs)
     monkeypatch.setattr(benchmark, "read_machine", lambda: ("", "a machine"))
     child, now = benchmark.start_child, [0.0]
@@ -127,7 +140,7 @@ def test_failures_are_written_and_the_rest_goes_on(tmp_path, monkeypatch, capsys
 
 def test_command_line(tmp_path, monkeypatch):
     """Run one section from the command line, which also makes its model; without a GPU, --tiny is required."""
-    skip = "--skip bfloat16 training resume ranks rollout defaults".split()
+    skip = "--skip bfloat16 training resume ranks rollout passes default other".split()
     command = [sys.executable, benchmark.__file__, "--tiny", "--out", str(tmp_path / "gpu.md"), *skip]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

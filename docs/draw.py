@@ -28,7 +28,7 @@ PARTS = table("""
     gradients | accumulate_gradients | forward and backward passes over microbatches
     training loop | main | sample, score, update; the divisor of the loss
     the line | below
-    flags | parse_args lock_run init_ranks check_args multiplies_bfloat16 | and ranks, which torchrun starts
+    flags | parse_args lock_run init_ranks explain_error check_args multiplies_bfloat16 | and torchrun's ranks
     data | load_rows load_splits read_folder read_file read_rows read_row find_column | rows of files or of the hub
     answers | parse_gold parse_answer extract_answer read_braces | compared as numbers: 1/2 equals 0.5
     chats | as_messages without_nulls encode_prompt | prompts through the chat template
@@ -38,7 +38,7 @@ PARTS = table("""
     runs, resuming | init_moments open_run load_state all_reduce track_run catch_signals | and signals
     logging | log_step append_line | metrics.jsonl
     evaluation | evaluate mix_seed | reward, accuracy and pass@k of held-out prompts
-    sampling | sample_completions pad_left gathered generate sample_tokens | with a cache, up to stop tokens
+    sampling | sample_completions pad_left gathered generate prefill RoomyLayer append_token sample_tokens
     rewards, metrics | check_rewards are_correct mean_metrics pick_rows stop_requested | and the order of rows
     saving | save merge_adapters | checkpoint/, state/
     update | compute_logprobs microbatches rollout_metrics step_optimizer check_sampler | around the loss

@@ -21,17 +21,17 @@ def without(scripts, *names):
 
 # {scripts: what is identical in them}; a name comes twice where two families have each their own.
 SHARED = {
-    ALL: """RANK WORLD_SIZE inner_bar SEPARATORS LORA_ALPHA LINEAR_LAYERS parse_args init_ranks
+    ALL: """RANK WORLD_SIZE inner_bar SEPARATORS LORA_ALPHA LINEAR_LAYERS parse_args explain_error init_ranks
         multiplies_bfloat16 load_splits read_folder read_file find_column as_messages without_nulls find_turn_end
         add_adapters find_blocks prepare_model use_bfloat16 add_rounding_noise in_bfloat16 cast init_moments open_run
         lock_run track_run load_state all_reduce stop_requested append_line mean_metrics pick_rows mix_seed
         step_optimizer save merge_adapters end_run""",
     without(ALL, "ppo_rlhf"): "PATHS",
-    LOGPROBS: "load_model",
+    LOGPROBS: "load_model LOGITS_AT_ONCE",
     SAMPLED: """is_correct reward_fn score_completions k3 ANSWER_COLUMNS EVAL_SAMPLES NOTATIONS NUMBER load_rows
         read_rows encode_prompt parse_gold extract_answer read_braces parse_answer check_rewards check_model
         show_first_row token_logprobs head_logprobs pad_left gathered sample_tokens are_correct microbatches
-        check_sampler catch_signals""",
+        check_sampler catch_signals LESS_MEMORY CACHE_BLOCK prefill RoomyLayer append_token""",
     without(ALL, "sft"): "PROMPT_COLUMNS",
     without(SAMPLED, "grpo_tools"): "generate sample_completions",
     without(SAMPLED, "reinforce"): "compute_logprobs",
@@ -39,7 +39,7 @@ SHARED = {
     without(ONLINE, "reinforce"): "check_args",
     (*REFERENCED, "ppo_rlhf"): "without_adapters LoraLinear",
     without(ALL, *REFERENCED, "ppo_rlhf"): "LoraLinear",
-    ("sft", "dpo", "reward_model"): "check_args encode_prompt catch_signals",
+    ("sft", "dpo", "reward_model"): "check_args encode_prompt catch_signals LESS_MEMORY",
     ("sft", "dpo"): "check_model token_logprobs head_logprobs LogprobModel",
     ("sft", "dpo", "reward_model", "ppo_rlhf"): "encode_completion pad log_step",
     ("dpo", "reward_model", "ppo_rlhf"): "parse_dialogue",

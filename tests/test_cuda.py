@@ -162,7 +162,8 @@ def test_samples_of_a_model(device, tmp_path):
 def test_the_benchmark_of_a_gpu(device, tmp_path):
     job = {"size": "tiny", "model": str(tmp_path / "tiny"), "folder": str(tmp_path), "peak_tflops": 0.1}
     job |= {"script": "grpo", "flags": {}}
-    for section, number in {"model": 0, "check_numbers": 8, "time_rollout": 8, "time_training": 5}.items():
+    numbers = {"model": 0, "check_numbers": 8, "time_rollout": 8, "time_passes": 12, "time_training": 9}
+    for section, number in numbers.items():
         output = device.run("benchmark/gpu.py", "child", json.dumps(job | {"section": section}))
         rows = [json.loads(line) for line in output.splitlines() if line.startswith('["')]
         assert len(rows) >= number

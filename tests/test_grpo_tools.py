@@ -117,6 +117,22 @@ def test_the_tool_is_asked_only_after_tokens_that_can_end_a_call(monkeypatch, to
     assert asked == ["12+34=", "…;46+8="]  # all of six tokens, and the last six of more
 
 
+def test_a_finished_completion_asks_nothing(monkeypatch, tokenizer):
+    """One of sixteen stays in the batch for a while."""
+    asked = []
+
+    def tool(text):
+        asked.append(text)
+
+    tool.ends = "="
+    equals, end, four = tokenizer.convert_tokens_to_ids(["=", "<|end|>", "4"])
+    draws = [[end] + 15 * [four], [equals] + 15 * [four], [equals] + 15 * [end]]
+    ids, mask, actions, logprobs = write(monkeypatch, tool, draws)
+    assert not asked and [ids[0], ids[1]] == [[end, 0, 0], [four, four, end]]
+    assert mask == actions == [[1, 0, 0]] + 15 * [[1, 1, 1]]
+    assert logprobs[0] == [-0.5, 0, 0]
+
+
 def test_what_is_drawn_where_a_reply_is_written_is_thrown_away(monkeypatch, tokenizer):
     """Be it a stop token, whose own reply would be another turn."""
 

@@ -307,6 +307,36 @@ def test_rows_without_answers_need_a_reward_of_ones_own_and_the_first_evaluation
         grpo.main(parse(grpo, dataset=tmp_path / "open.jsonl", run_dir=tmp_path / "run", **SMALL))
 
 
+NO_MEMORY = """
+import sys, torch, {script} as script
+sys.argv[0] = "{script}.py"
+def accumulate_gradients(*_):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+script.accumulate_gradients = accumulate_gradients
+script.main(script.parse_args())
+"""
+
+
+@pytest.mark.parametrize("script, flag", [("grpo", "--rollout-batch-size"), ("sft", "lower --microbatch-tokens")])
+def test_out_of_memory_says_what_to_do(script, flag, tmp_path, sums):
+    """After the traceback, whose last line is torch's message, in one line."""
+    write_jsonl(tmp_path / "sft.jsonl", [{"prompt": f"{i}+1=", "completion": f"{i + 1}"} for i in range(20)])
+    flags = flags_of(tmp_path / "run", sums)
+    if script == "sft":
+        flags = ["--dataset", tmp_path / "sft.jsonl", "--run-dir", tmp_path / "run", "--num-steps", "1"]
+    command = [sys.executable, "-c", NO_MEMORY.format(script=script), *map(str, flags)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    *_, message, advice = done.stderr.splitlines()
+    assert done.returncode == 1 and message.endswith("OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB.")
+    assert flag in advice and "python tools/memory.py --script" in advice and "--gradient-checkpointing" in advice
+
+
+def test_the_start_says_how_many_threads_compute(sums, tmp_path, capsys):
+    grpo.main(parse(grpo, dataset=sums, run_dir=tmp_path / "run", num_steps=0, eval_prompts=0))
+    out = capsys.readouterr().out
+    assert re.search("float32 on cpu, CPU threads: 1, number of ranks: 1, steps done: 0$", out, re.MULTILINE)
+
+
 def test_nothing_to_do_ends_well(sums, tmp_path):
     grpo.main(parse(grpo, dataset=sums, run_dir=tmp_path / "run", num_steps=0, eval_prompts=0))
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == ""

@@ -1,20 +1,27 @@
 """Sampling, and the evaluations that sample: python -m pytest tests/test_sampling.py"""
 
 import functools
+import gc
+import itertools
 import json
 import math
 import random
 import shutil
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny import SCRIPTS as ONLINE
-from tiny import TINY, build_model, load, make_tokenizer, pad_right, read_jsonl
-from transformers import AutoTokenizer
+from tiny import SIZES, TINY, build_model, load, make_tokenizer, pad_right, read_jsonl
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoTokenizer, Gemma3TextConfig
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 import grpo
+import grpo_tools
 import ppo_rlhf
+import reinforce
 
 GREEDY = "0 1 0.5 1 0.9 0.1 1".split()  # one completion a prompt; 1 is right
 SAMPLES = "0000 0100 1001 1101 1111 0010 2202".split()  # four completions a prompt
@@ -328,3 +335,127 @@ def test_sampler_training_forward_and_plain_forward_give_the_same_logprobs(kind,
         plain = (logits / temperature).log_softmax(-1)
         expected = plain[torch.arange(len(tokens)), tokens]
         torch.testing.assert_close(logprobs[row, : len(tokens)], expected, atol=1e-5, rtol=0)
+
+
+class Written(TorchDispatchMode):
+    """Counts the bytes that operators write, without those of views."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.bytes += out.nbytes
+        return out
+
+
+def count_written(monkeypatch, model, tokens, stop_ids=()):
+    """The tokens of key-value cache that updates and departures write while 64 completions are sampled."""
+    written = Written()
+
+    def counted(method, *args):
+        with written:
+            return method(*args)
+
+    with monkeypatch.context() as patch:
+        for owner, name in ((DynamicLayer, "update"), (grpo.RoomyLayer, "update"), (DynamicLayer, "reorder_cache")):
+            patch.setattr(owner, name, functools.partialmethod(functools.partial(counted, getattr(owner, name))))
+        torch.manual_seed(0)
+        ids = torch.randint(6, 29, (8, 8)).repeat_interleave(8, 0)
+        grpo.generate(model, ids, torch.ones_like(ids), tokens, 1.0, stop_ids)
+    config = model.config
+    size = 2 * 4 * config.num_key_value_heads * config.hidden_size // config.num_attention_heads
+    return written.bytes / (len(ids) * config.num_hidden_layers * size)
+
+
+def test_the_cache_copies_a_few_tokens_for_each_new_one(monkeypatch):
+    """Not all tokens: with room for 128, at most four; completions that leave add less than sixteen whole caches."""
+    model = make_model("llama")
+    assert count_written(monkeypatch, model, 256) < 4 * 256
+    assert count_written(monkeypatch, model, 512) < 4 * 512
+    assert count_written(monkeypatch, model, 512, [20, 21]) < 4 * 512 + 16 * 520
+    with monkeypatch.context() as patch:
+        patch.setattr(grpo.RoomyLayer, "update", DynamicLayer.update)
+        assert count_written(monkeypatch, model, 256) > 100 * 256
+
+
+def test_the_cache_is_freed_at_once(monkeypatch):
+    """Without Python's garbage collector, which may come too late for the next rollout's cache."""
+    caches = []
+    prefill = grpo.prefill
+
+    def watch(*args):
+        logits, cache = prefill(*args)
+        caches.extend(weakref.ref(layer) for layer in cache.layers)
+        return logits, cache
+
+    monkeypatch.setattr(grpo, "prefill", watch)
+    ids, mask = pad_left(random_prompts(4, 2, 6))
+    gc.disable()
+    try:
+        grpo.generate(make_model("llama"), ids, mask, 4, 1.0, [STOP])
+        assert caches and [cache() for cache in caches] == [None] * len(caches)
+    finally:
+        gc.enable()
+
+
+def test_only_layers_of_the_usual_type_get_room():
+    """One layer of this model has a sliding window."""
+    ids, mask = pad_left(random_prompts(4, 2, 6))
+    model = make_model("llama")
+    assert {type(layer) for layer in grpo.prefill(model, ids, mask)[1].layers} == {grpo.RoomyLayer}
+    windows = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+    model = make_model(Gemma3TextConfig(**SIZES, num_key_value_heads=1, head_dim=8, **windows))
+    kinds = [type(layer) for layer in grpo.prefill(model, ids, mask)[1].layers]
+    assert kinds == [DynamicSlidingWindowLayer, grpo.RoomyLayer]
+
+
+def test_finished_completions_leave_in_eighths(monkeypatch):
+    """Sixteen completions end one after the other, each a token after the one before; two leave at a time, then one."""
+    model, sizes = make_model("llama"), []
+    ends = torch.arange(16)
+    steps = itertools.count()
+
+    def sample_tokens(logits, _temperature):
+        sizes.append(len(logits))
+        tokens = torch.where(ends == next(steps), STOP, 7)
+        return tokens[remaining()], torch.full([len(logits)], -0.5)
+
+    def remaining():
+        """The completions that are still in the batch: the last ones."""
+        return slice(16 - sizes[-1], None)
+
+    monkeypatch.setattr(grpo, "sample_tokens", sample_tokens)
+    ids, mask = pad_left(random_prompts(16, 2, 6))
+    ids, mask, logprobs = grpo.generate(model, ids, mask, 20, 1.0, [STOP])
+    assert sizes == [16, 16, 14, 14, 12, 12, 10, 10, 8, 7, 6, 5, 4, 3, 2, 1]
+    assert mask.sum(1).tolist() == [*range(1, 17)]
+    assert (ids == mask * torch.where(ends.unsqueeze(1) == torch.arange(20), STOP, 7)).all()
+    assert (logprobs == -0.5 * mask).all()
+
+
+@pytest.mark.parametrize("script, most", [(grpo, 8), (grpo_tools, 8), (reinforce, 8), (ppo_rlhf, 4)])
+def test_an_evaluation_samples_at_once_what_a_step_samples(script, most, monkeypatch):
+    """Greedy completions are those of a single batch."""
+    found, sizes = [], []
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    policy = SimpleNamespace(model=script.load_model(TINY, tokenizer), modules=lambda: [])
+    rows = [{"prompt_ids": tokenizer.encode(f"<|user|>{i}+{i + 9}=<|assistant|>")} for i in range(20)]
+    generate = script.generate
+
+    def watch(model, ids, *args):
+        sizes.append(len(ids))
+        return generate(model, ids, *args)
+
+    monkeypatch.setattr(script, "generate", watch)
+    for given in (0, 100):
+        sizes.clear()
+        settings = {"prompts_per_step": 4, "group_size": 2, "minibatch_size": 4, "rollout_batch_size": given}
+        names = vars(script.Args())
+        args = script.Args(**{name: value for name, value in settings.items() if name in names})
+        script.check_args(args)
+        found.append(script.sample_completions(policy, tokenizer, rows, 0.0, args)[1])
+        assert max(sizes) == (given and 20 or most) and sum(sizes) == 20
+    assert found[0] == found[1]

@@ -27,13 +27,13 @@ Llama and Qwen2, and assume that all prompts and completions have the maximum le
         16 r (in + out)   adapters, their AdamW and gradients, for every linear layer of the blocks
     added by the rollout on every GPU
         2 B + 4 R         copy of the policy's weights; with adapters on one GPU, 2 per parameter of the adapters
-        4 k L             key-value cache, per token of prompt and completion
+        4 k L             key-value cache, per token of prompt and completion, which has room for whole blocks of 128
         2 k + 4 V         decoding: the keys of one layer per token, and logits per completion, or 24 V if that is more
         6 f + 10 h        reading prompts, per token of the prompts that are read at once
     added by the update: the activations, and the largest of the three temporary parts
         8 f + 16 h + 4 q + 4 k   activations of a block per token of a microbatch; with adapters 12 h, not 16 h
         4 h                      the same with --gradient-checkpointing; one block at a time needs the row above, too
-        LM head                  4 R, four chunks of 2^25 float32 numbers, up to two gradients of the embedding, and
+        LM head                  4 R, four chunks of 2^27 float32 numbers, up to two gradients of the embedding, and
                                  16 h per token
         8 R                      gradients of R on their way between ranks
         backward of a block      4 R, a gradient of the embedding, 4 f + 6 h per token, 8 per parameter of the block
@@ -42,6 +42,7 @@ Llama and Qwen2, and assume that all prompts and completions have the maximum le
 import argparse
 import importlib
 import json
+import math
 import os
 import re
 import sys
@@ -64,7 +65,7 @@ SHAPES = {  # as published in their config.json; the last value says whether the
     "Qwen2.5-7B": (3584, 18944, 28, 28, 4, 152064, False),
 }
 SMALL = {"SmolLM2-135M": (576, 1536, 30, 9, 3, 49152, True)}  # measured on a CPU
-GPUS = (8, 16, 24, 48, 80, 141)  # GB
+CARDS = ((1, 24), (1, 48), (1, 80), (1, 141), (2, 24), (8, 80))  # number of GPUs, GB of each
 USABLE = 0.94  # of a GPU's GB; the driver reports about 1.07, but its context and gaps between tensors take the rest
 SCRIPTS = ("grpo", "dr_grpo", "dapo", "gspo", "reinforce", "ppo_rlhf", "dpo", "reward_model", "sft")
 SCRIPTS += ("cispo", "grpo_process", "grpo_tools")
@@ -72,7 +73,7 @@ SETTINGS = {  # flags that affect memory, with the value for scripts that lack t
     "precision": "bfloat16",
     "lora_rank": 0,
     "gradient_checkpointing": False,
-    "microbatch_tokens": 16384,
+    "microbatch_tokens": 4096,
     "rollout_batch_size": 0,
     "prompts_per_step": 0,
     "group_size": 1,
@@ -81,7 +82,8 @@ SETTINGS = {  # flags that affect memory, with the value for scripts that lack t
     "max_completion_length": 1024,
     "kl_coef": 0.0,
 }
-CHUNK = 2**25 * 4  # bytes of a chunk of logits in head_logprobs
+LOGITS_AT_ONCE = {"GPU": 2**27, "CPU": 2**25}  # as in the scripts
+CACHE_BLOCK = 128
 PROCESS = 0.7e9  # on a CPU: Python, the libraries, the data
 EVAL_SAMPLES = 4
 
@@ -204,7 +206,7 @@ def update_bytes(models, settings, ranks):
         kept += tokens * (inputs if settings.gradient_checkpointing else model.layers * whole)
         gradient = 0 if settings.lora_rank else 4 * model.embedding
         # A chunk of logits, its softmax, and the temporary tensors of the entropy.
-        chunk = min(CHUNK, 4 * tokens * model.vocab)
+        chunk = 4 * min(LOGITS_AT_ONCE["CPU" if settings.cpu else "GPU"], tokens * model.vocab)
         head = gradient + max(gradient + 3 * chunk, 4 * chunk) if name == "policy" else gradient
         work.append(gathered + head + 16 * tokens * model.hidden)
         # Gradients outside the blocks: as computed and as sent between ranks, or as sent and as received.
@@ -219,13 +221,13 @@ def update_bytes(models, settings, ranks):
 def rollout_bytes(model, settings, ranks):
     """Return the bytes of the key-value cache of the rows decoded at once, and the most bytes of temporary tensors."""
     size = 2 if settings.precision == "bfloat16" else 4
-    cap = settings.rollout_batch_size or 10**9
     prompts, held_out = settings.prompts_per_step // ranks, settings.eval_prompts // ranks
+    cap = settings.rollout_batch_size or prompts * settings.group_size
     rows = min(cap, max(prompts * settings.group_size, held_out * EVAL_SAMPLES))
-    width = settings.max_prompt_length + settings.max_completion_length
+    width = settings.max_prompt_length + math.ceil(settings.max_completion_length / CACHE_BLOCK) * CACHE_BLOCK
     cache = 2 * size * model.keys * model.layers * rows * width
     logits = 4 * rows * model.vocab
-    # The keys of a layer are copied to make room for one more token. To draw a token, sampling holds the logits, the
+    # The keys of a layer are copied to make room for a block of tokens. To draw a token, sampling holds the logits, the
     # probabilities, and the probabilities and their sums in float64.
     decoding = max(cache / model.layers / 2 + logits, 6 * logits) + 6 * 8 * rows * width  # ids, masks and positions
     read = settings.max_prompt_length * max(min(cap // settings.group_size, prompts), min(cap, held_out))
@@ -252,13 +254,13 @@ def account(config, settings, ranks=1, models=None):
 
 
 def find_fit(config, settings, gpu_gb, ranks=1, models=None):
-    """Return the first settings that fit, or None: with all weights, then without a KL term, then with adapters."""
+    """Return the first settings that fit, or None: with all weights trained, or else with adapters."""
     models = models or count_models(config, settings.script)
-    regimes = [{}] + [{"kl_coef": 0.0}] * bool(settings.kl_coef) + [{"lora_rank": 8}] * (not settings.lora_rank)
+    regimes = [{}] + [{"lora_rank": 8}] * (not settings.lora_rank)
     updates = [{}] + [{"gradient_checkpointing": True}] * (not settings.gradient_checkpointing)
-    updates += [updates[-1] | {"microbatch_tokens": n} for n in (8192, 4096, 2048) if n < settings.microbatch_tokens]
-    largest = settings.rollout_batch_size or 10**9
-    rollouts = [{}] + [{"rollout_batch_size": n} for n in (512, 256, 128, 64, 32) if n < largest]
+    updates += [updates[-1] | {"microbatch_tokens": n} for n in (4096, 2048) if n < settings.microbatch_tokens]
+    largest = settings.rollout_batch_size or settings.prompts_per_step * settings.group_size // ranks
+    rollouts = [{}] + [{"rollout_batch_size": n} for n in (256, 128, 64, 32) if n < largest]
     for regime in regimes:
         found = {}
         for column, steps in ((1, rollouts if settings.prompts_per_step else [{}]), (2, updates)):
@@ -275,7 +277,7 @@ def find_fit(config, settings, gpu_gb, ranks=1, models=None):
 def as_flags(settings, before):
     """Return the flags that turn the settings `before` into `settings`."""
     changed = {name: value for name, value in vars(settings).items() if value != getattr(before, name)}
-    order = ("lora_rank", "kl_coef", "gradient_checkpointing", "microbatch_tokens", "rollout_batch_size")
+    order = ("lora_rank", "gradient_checkpointing", "microbatch_tokens", "rollout_batch_size")
     words = [(name, "" if changed[name] is True else f" {changed[name]:g}") for name in order if name in changed]
     return " ".join(f"--{name.replace('_', '-')}{value}" for name, value in words) or "defaults"
 
@@ -305,14 +307,14 @@ def parts_table(script, **settings):
 
 
 def flags_table(script):
-    """Return a table of the flags to add to a script, by shape and GPU."""
+    """Return a table of the flags to add to a script, by shape and GPUs."""
     settings, rows = read_settings(script), []
     for name in SHAPES:
         config = load_config(name)
         models = count_models(config, script)
-        fits = [find_fit(config, settings, gpu, 1, models) for gpu in GPUS]
+        fits = [find_fit(config, settings, gb, ranks, models) for ranks, gb in CARDS]
         rows.append([name, *(f"`{as_flags(fit, settings)}`" if fit else "no" for fit in fits)])
-    text = table([f"`{script}.py`", *(f"{gpu} GB" for gpu in GPUS)], rows)
+    text = table(["", *(f"{ranks} x {gb} GB" if ranks > 1 else f"{gb} GB" for ranks, gb in CARDS)], rows)
     return text.replace("`defaults`", "defaults")
 
 
@@ -338,8 +340,7 @@ def measured_table():
 
 def write_page(path):
     """Write the tables into docs/memory.md, each between the comment with its name and the next comment."""
-    tables = {f"flags of {script}": flags_table(script) for script in ("grpo", "ppo_rlhf")}
-    tables["parts of grpo"] = parts_table("grpo", gradient_checkpointing=True)
+    tables = {"flags": flags_table("grpo"), "parts of grpo": parts_table("grpo")}
     tables["measured on a CPU"] = measured_table()
     text = Path(path).read_text()
     for name, lines in tables.items():
