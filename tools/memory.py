@@ -314,6 +314,8 @@ def flags_table(script):
         models = count_models(config, script)
         fits = [find_fit(config, settings, gb, ranks, models) for ranks, gb in CARDS]
         rows.append([name, *(f"`{as_flags(fit, settings)}`" if fit else "no" for fit in fits)])
+    peak = max(account(config, settings, 8, models)[-1][1:])  # of the last shape
+    rows.append([f"README's command for eight GPUs: {name}", *[""] * 5, f"fits: {in_gb(peak)} GB each"])
     text = table(["", *(f"{ranks} x {gb} GB" if ranks > 1 else f"{gb} GB" for ranks, gb in CARDS)], rows)
     return text.replace("`defaults`", "defaults")
 
