@@ -1,0 +1,125 @@
+"""Compare rollouts by vLLM with those of grpo.py's own sampler.
+
+    python benchmark/vllm_rollouts.py runs                       (three default runs, five minutes)
+    python benchmark/vllm_rollouts.py times                      (models/tiny, 128 completions of up to 48 tokens)
+    python benchmark/vllm_rollouts.py times models/smollm2       (48 completions of up to 64 tokens)
+
+The first trains the bundled model with the own sampler, and with vLLM in float32 and in bfloat16, and writes the logs'
+accuracy, pass@1, sampler_kl and seconds to benchmark/results/vllm.csv. The second times rollouts in one process, in
+alternating pairs, and prints medians. docs/vllm.md says how to install vLLM.
+"""
+
+import csv
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmark/results/vllm.csv"
+COLUMNS = ["eval/accuracy", "eval/pass@1", "policy/sampler_kl", "perf/rollout_seconds", "perf/step_seconds"]
+RUNS = {
+    "own sampler, float32": ["grpo.py"],
+    "vLLM, float32": ["examples/vllm_rollout.py"],
+    "vLLM, bfloat16": ["examples/vllm_rollout.py", "--precision", "bfloat16"],
+}
+PAIRS = 5
+
+
+def run_all():
+    """Make the default runs, and write a row for each step."""
+    rows = []
+    for name, command in RUNS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            run = Path(folder, "run")
+            subprocess.run([sys.executable, *command, "--run-dir", str(run)], cwd=ROOT, check=True)
+            for line in map(json.loads, Path(run, "metrics.jsonl").read_text().splitlines()):
+                rows.append([name, line["step"], *(line.get(column, "") for column in COLUMNS)])
+    with RESULTS.open("w", newline="") as file:
+        csv.writer(file).writerows([["run", "step", *COLUMNS], *rows])
+
+
+def read_runs():
+    """Return {run: [row of strings by column]}."""
+    found = {name: [] for name in RUNS}
+    with RESULTS.open(newline="") as file:
+        for row in csv.DictReader(file):
+            found[row["run"]].append(row)
+    return found
+
+
+def table():
+    """Return the runs as a Markdown table."""
+    lines = [
+        "| run | accuracy at steps 0, 20, 40 | pass@1 at 40 | `policy/sampler_kl`: median, largest | seconds of a "
+    ]
+    lines[0] += "rollout, of a step |"
+    lines.append("|---|---|---|---|---|")
+    for name, rows in read_runs().items():
+        accuracy = [f"{float(row['eval/accuracy']):.3f}" for row in rows if row["eval/accuracy"]]
+        kl = [float(row["policy/sampler_kl"]) for row in rows if row["policy/sampler_kl"]]
+        seconds = [
+            statistics.median(float(row[column]) for row in rows[1:])
+            for column in ("perf/rollout_seconds", "perf/step_seconds")
+        ]
+        cells = [name, ", ".join(accuracy), f"{float(rows[-1]['eval/pass@1']):.3f}"]
+        cells += [f"{statistics.median(kl):.0e}, {max(kl):.0e}", f"{seconds[0]:.2f}, {seconds[1]:.2f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def time_rollouts(model):
+    """Time pairs of rollouts, and the push of weights that is part of the engine's."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+    import torch
+    import vllm_rollout
+
+    import grpo
+
+    sizes = ["--max-completion-length", "64", "--max-prompt-length", "64"] if model else []
+    count, text = (48, "Tell me about the sea, in one sentence.") if model else (128, "59+4+94+97=")
+    sys.argv = ["grpo.py", "--precision", "float32", *(["--model", model] if model else []), *sizes]
+    args = grpo.parse_args()
+    device = grpo.init_ranks()
+    tokenizer = grpo.AutoTokenizer.from_pretrained(args.model)
+    policy = grpo.prepare_model(grpo.LogprobModel(grpo.load_model(args.model, tokenizer)), args, device)
+    rows = [{"prompt_ids": grpo.encode_prompt(tokenizer, [{"role": "user", "content": text}], None)}] * count
+    names = ("gathered", "generate")
+    own = {name: getattr(grpo, name) for name in names}
+    sampler = vllm_rollout.Sampler(grpo, args, 0.4)
+    ours = {name: getattr(grpo, name) for name in names}
+    seconds = {"own sampler": [], "vLLM": [], "push": []}
+    for pair in range(-1, PAIRS):  # the first is not counted
+        for name, functions in (("own sampler", own), ("vLLM", ours)):
+            for function, value in functions.items():
+                setattr(grpo, function, value)
+            torch.manual_seed(pair)
+            start, cpu = time.perf_counter(), time.process_time()
+            batch, _ = grpo.sample_completions(policy, tokenizer, rows, 1.0, args)
+            spent = time.perf_counter() - start, time.process_time() - cpu, int(batch["completion_mask"].sum())
+            if pair >= 0:
+                seconds[name].append(spent)
+        start, cpu = time.perf_counter(), time.process_time()
+        with sampler.gathered(policy):
+            pass
+        if pair >= 0:
+            seconds["push"].append((time.perf_counter() - start, time.process_time() - cpu, 0))
+    print(f"{args.model}: {count} completions of up to {args.max_completion_length} tokens, {PAIRS} pairs")
+    for name, values in seconds.items():
+        wall, cpu, tokens = (statistics.median(column) for column in zip(*values))
+        print(f"| {name} | {wall:.2f} | {cpu:.2f} | {tokens:.0f} |")
+    per_token = [[cpu / tokens for _, cpu, tokens in seconds[name]] for name in ("vLLM", "own sampler")]
+    ratios = [ours / theirs for ours, theirs in zip(*per_token)]
+    print("CPU seconds a token, vLLM / own sampler:", [round(ratio, 2) for ratio in ratios])
+    sampler.engine.llm_engine.engine_core.shutdown()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "runs":
+        run_all()
+        print(table())
+    else:
+        time_rollouts(sys.argv[2] if len(sys.argv) > 2 else "")
