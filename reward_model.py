@@ -47,7 +47,7 @@ from pathlib import Path
 from typing import Literal
 
 # These must be set before torch is imported. Idle OpenMP threads spin, which slows a busy machine down: let them sleep.
-# On a GPU, let segments of memory grow, because batches of other sizes would leave gaps between them.
+# On a GPU, let pieces of memory grow: batches differ in size, and pieces of fixed sizes would have gaps between them.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 

@@ -27,7 +27,7 @@ Llama and Qwen2, and assume that all prompts and completions have the maximum le
         16 r (in + out)   adapters, their AdamW and gradients, for every linear layer of the blocks
     added by the rollout on every GPU
         2 B + 4 R         copy of the policy's weights; with adapters on one GPU, 2 per parameter of the adapters
-        4 k L             key-value cache, per token of prompt and completion, which has room for whole blocks of 128
+        4 k L             key-value cache, per token of prompt and completion, in whole blocks of 128 tokens
         2 k + 4 V         decoding: the keys of one layer per token, and logits per completion, or 24 V if that is more
         6 f + 10 h        reading prompts, per token of the prompts that are read at once
     added by the update: the activations, and the largest of the three temporary parts
