@@ -10,7 +10,8 @@ MARKER = "# ---- below: identical copies of what several scripts share, in the o
 REFERENCED = ("grpo", "grpo_process")
 ONLINE = ("reinforce", *REFERENCED, "dr_grpo", "dapo", "gspo", "cispo", "grpo_tools")
 PAIRS = ("reward_model", "dpo")
-SAMPLED = (*ONLINE, "ppo_rlhf")
+REWARDED = (*ONLINE, "ppo_rlhf")
+SAMPLED = (*REWARDED, "gkd")
 LOGPROBS = ("sft", "dpo", *SAMPLED)
 ALL = (*LOGPROBS, "reward_model")
 
@@ -26,22 +27,25 @@ SHARED = {
         add_adapters find_blocks prepare_model use_bfloat16 add_rounding_noise in_bfloat16 cast init_moments open_run
         lock_run track_run load_state all_reduce stop_requested append_line mean_metrics pick_rows mix_seed
         step_optimizer save merge_adapters end_run""",
-    without(ALL, "ppo_rlhf"): "PATHS",
+    without(ALL, "ppo_rlhf", "gkd"): "PATHS",
     LOGPROBS: "load_model LOGITS_AT_ONCE",
     SAMPLED: """is_correct reward_fn score_completions k3 ANSWER_COLUMNS EVAL_SAMPLES NOTATIONS NUMBER load_rows
         read_rows encode_prompt parse_gold extract_answer read_braces parse_answer check_rewards check_model
-        show_first_row token_logprobs head_logprobs pad_left gathered sample_tokens are_correct microbatches
+        show_first_row pad_left gathered sample_tokens are_correct microbatches
         check_sampler catch_signals LESS_MEMORY CACHE_BLOCK prefill RoomyLayer append_token""",
+    REWARDED: "token_logprobs head_logprobs",
     without(ALL, "sft"): "PROMPT_COLUMNS",
     without(SAMPLED, "grpo_tools"): "generate sample_completions",
-    without(SAMPLED, "reinforce"): "compute_logprobs",
-    ONLINE: "READ_COLUMNS evaluate read_row rollout_metrics log_group log_step LogprobModel",
+    without(REWARDED, "reinforce"): "compute_logprobs",
+    ONLINE: "READ_COLUMNS read_row rollout_metrics log_group LogprobModel",
+    (*ONLINE, "gkd"): "evaluate log_step",
     without(ONLINE, "reinforce"): "check_args",
     (*REFERENCED, "ppo_rlhf"): "without_adapters LoraLinear",
     without(ALL, *REFERENCED, "ppo_rlhf"): "LoraLinear",
     ("sft", "dpo", "reward_model"): "check_args encode_prompt catch_signals LESS_MEMORY",
     ("sft", "dpo"): "check_model token_logprobs head_logprobs LogprobModel",
-    ("sft", "dpo", "reward_model", "ppo_rlhf"): "encode_completion pad log_step",
+    ("sft", "dpo", "reward_model", "ppo_rlhf", "gkd"): "encode_completion pad",
+    ("sft", "dpo", "reward_model", "ppo_rlhf"): "log_step",
     ("dpo", "reward_model", "ppo_rlhf"): "parse_dialogue",
     PAIRS: "READ_COLUMNS load_pairs read_pairs read_pair split_pair microbatches count_tokens",
     ("sft", "ppo_rlhf"): "COMPLETION_COLUMNS read_chat find_chat read_turn",
@@ -54,17 +58,18 @@ OWN = {*"HERE PLAIN_NUMBER FILLER Args TINY compute_advantages policy_loss prefe
 OWN |= {"accumulate_gradients", "main"}
 OWN_OF = {
     "evaluate": {"ppo_rlhf", "reward_model", "sft", "dpo"},
-    "check_args": {"reinforce", "ppo_rlhf"},
+    "check_args": {"reinforce", "ppo_rlhf", "gkd"},
     "check_model": {"reward_model"},
     "generate": {"grpo_tools"},
     "sample_completions": {"grpo_tools"},
-    "read_row": {"ppo_rlhf"},
-    "PATHS": {"ppo_rlhf"},
-    "rollout_metrics": {"ppo_rlhf"},
+    "read_row": {"ppo_rlhf", "gkd"},
+    "PATHS": {"ppo_rlhf", "gkd"},
+    "rollout_metrics": {"ppo_rlhf", "gkd"},
     "microbatches": {"sft"},
     "count_tokens": {"sft"},
     "PROMPT_COLUMNS": {"sft"},
-    "READ_COLUMNS": {"sft", "ppo_rlhf"},
+    "READ_COLUMNS": {"sft", "ppo_rlhf", "gkd"},
+    "COMPLETION_COLUMNS": {"gkd"},
 }
 
 
