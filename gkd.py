@@ -176,7 +176,8 @@ def reward_fn(completion, answer):
 def score_completions(completions, rows):
     """Return one reward per completion; each row has the prompt, the answer and the dataset's other columns.
 
-    Edit this function for rewards that need the prompt or many completions at once, such as a judge or a test runner.
+    Edit this function for rewards that need the prompt or many completions at once, such as a judge or a test runner. A
+    reward is a number or a dictionary of parts, such as {"right": 1.0, "format": 0.1}: then it is their sum.
     """
     return [reward_fn(completion, row["answer"]) for completion, row in zip(completions, rows)]
 
@@ -1124,7 +1125,7 @@ def append_line(args, name, step, values):
     """Append the values of a step to one of the run's jsonl files."""
     if RANK == 0:
         with Path(args.run_dir, name).open("a") as file:
-            file.write(json.dumps({"step": step} | values) + "\n")
+            file.write(json.dumps({"step": step} | values, default=float) + "\n")
 
 
 def evaluate(policy, tokenizer, rows, args, step):
@@ -1132,10 +1133,11 @@ def evaluate(policy, tokenizer, rows, args, step):
     torch.manual_seed(mix_seed(args.seed))  # the same in each evaluation
     rows = rows[RANK::WORLD_SIZE] or rows[:1]  # every rank must take part, so one row may count twice
     _, texts = sample_completions(policy, tokenizer, rows, 0.0, args)
-    rewards = check_rewards(score_completions(texts, rows), texts)
-    metrics = {"eval/reward": (sum(rewards), len(rows))}
-    for row, text, reward in zip(rows, texts, rewards):
-        sample = {"prompt": row["prompt"], "answer": row["answer"], "completion": text, "reward": reward}
+    scores = score_completions(texts, rows)
+    rewards, part_means = sum_parts(scores, texts, "eval/reward")
+    metrics = {"eval/reward": (sum(rewards), len(rows))} | part_means
+    for row, text, score in zip(rows, texts, scores):
+        sample = {"prompt": row["prompt"], "answer": row["answer"], "completion": text, "reward": score}
         append_line(args, "eval_samples.jsonl", step, sample)
     if rows[0]["answer"] is not None:
         metrics["eval/accuracy"] = (are_correct(texts, rows).sum(), len(rows))
@@ -1306,14 +1308,22 @@ def sample_tokens(logits, temperature):
     return tokens.squeeze(1), probabilities.gather(1, tokens).squeeze(1).log()
 
 
-def check_rewards(rewards, texts):
-    """Return rewards as a list of floats; exit if there is not one finite number per completion."""
-    if len(rewards) != len(texts):
-        raise SystemExit(f"there are {len(rewards)} rewards for {len(texts)} completions")
-    for reward, text in zip(rewards, texts):
-        if reward is None or not math.isfinite(reward):
-            raise SystemExit(f"a reward must be a finite number, but it is {reward} for the completion {text!r}")
-    return [float(reward) for reward in rewards]
+def sum_parts(scores, texts, prefix):
+    """Return rewards as floats, each the sum of its parts, and the means of parts as {prefix/NAME: (sum, count)}.
+
+    Exit if a completion lacks a part that another has, or if a part, or a reward without parts, is not a finite number.
+    """
+    if len(scores) != len(texts):
+        raise SystemExit(f"there are {len(scores)} rewards for {len(texts)} completions")
+    if not isinstance(scores[0], dict):
+        scores = [{"a reward": score} for score in scores]
+    parts = pandas.DataFrame(scores, dtype=float)  # a column for each part; nan where it is missing
+    for name, values in parts.items():
+        for value, text in zip(values, texts):
+            if not math.isfinite(value):
+                raise SystemExit(f"{name} must be a finite number, but it is {value} for the completion {text!r}")
+    means = {f"{prefix}/{name}": (values.sum(), len(values)) for name, values in parts.items() if name != "a reward"}
+    return parts.sum(axis=1).tolist(), means
 
 
 def are_correct(texts, rows):

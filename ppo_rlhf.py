@@ -387,24 +387,25 @@ def measure_scores(agent, reward_model, tokenizer, rows, args):
     agent.score_std.fill_(max(math.sqrt(variance), 1e-6))
 
 
-def score_rollout(agent, reward_model, batch, texts, rows, args, signals=None):
+def score_rollout(agent, reward_model, batch, texts, rows, prefix, args, signals=None):
     """Return {"scores": (B,)}, which training uses, and, with answers or without a reward model, rule_rewards (B,).
 
-    Return None after a signal: Ctrl-C may have ended programs that an edited rule reward runs.
+    Return means of the parts of rule rewards, too (see sum_parts). Return None twice after a signal: Ctrl-C may have
+    ended programs that an edited rule reward runs.
     """
-    scored = {}
+    scored, part_means = {}, {}
     if reward_model is None or rows[0]["answer"] is not None:  # all rows of a dataset have answers, or none
         rewards = score_completions(texts, rows)
         if signals is not None and stop_requested(signals):
-            return None
-        rewards = check_rewards(rewards, texts)
+            return None, None
+        rewards, part_means = sum_parts(rewards, texts, prefix)
         scored["rule_rewards"] = torch.tensor(rewards, dtype=torch.float32, device=agent.model.device)
     if reward_model is None:
         scores = scored["rule_rewards"]
     else:
         scores = agent.normalise(compute_scores(reward_model, batch, args))
     scored["scores"] = scores - args.missing_stop_penalty * batch["truncated"]
-    return scored
+    return scored, part_means
 
 
 def rollout_metrics(batch):
@@ -429,11 +430,11 @@ def rollout_metrics(batch):
 def collect(agent, ref, reward_model, tokenizer, rows, args, signals):
     """Sample a completion per row; return the batch, with all that the update needs, its minibatches, and texts.
 
-    Return None after a signal (see score_rollout).
+    Return the means of parts of rule rewards, too, and only None after a signal (see score_rollout).
     """
     batch, texts = sample_completions(agent.actor, tokenizer, rows, args.temperature, args)
     mask = batch["completion_mask"]
-    scored = score_rollout(agent, reward_model, batch, texts, rows, args, signals)
+    scored, part_means = score_rollout(agent, reward_model, batch, texts, rows, "reward", args, signals)
     if scored is None:
         return None
     batch |= scored
@@ -453,7 +454,7 @@ def collect(agent, ref, reward_model, tokenizer, rows, args, signals):
     batch["objectives"] = rewards.sum(1)  # (B,), the score minus kl_coef times the KL
     advantages, batch["returns"] = compute_advantages(rewards, batch["old_values"], mask, args.gamma, args.gae_lambda)
     batch["advantages"] = whiten(advantages, mask)
-    return batch, minibatches, texts
+    return batch, minibatches, texts, part_means
 
 
 def accumulate_gradients(agent, batch, indices, divisor, args):
@@ -556,12 +557,12 @@ def main(args):
         if rollout is None:
             save(args.run_dir, agent, optimizers, tokenizer, step - 1)
             break
-        batch, minibatches, texts = rollout
+        batch, minibatches, texts, part_means = rollout
         rollout_end = time.perf_counter()
         collected = update(agent, optimizers, batch, minibatches, ptx_texts, step, args)
 
         # metrics, evaluation, logs, saving
-        metrics = mean_metrics([rollout_metrics(batch), *collected])
+        metrics = mean_metrics([rollout_metrics(batch), part_means, *collected])
         check_sampler(metrics)
         metrics["optim/learning_rate"] = optimizers[0].param_groups[0]["lr"]
         metrics["optim/value_learning_rate"] = optimizers[1].param_groups[0]["lr"]
@@ -1714,7 +1715,7 @@ def append_line(args, name, step, values):
     """Append the values of a step to one of the run's jsonl files."""
     if RANK == 0:
         with Path(args.run_dir, name).open("a") as file:
-            file.write(json.dumps({"step": step} | values) + "\n")
+            file.write(json.dumps({"step": step} | values, default=float) + "\n")
 
 
 def evaluate(agent, reward_model, tokenizer, rows, args, step):
@@ -1722,8 +1723,9 @@ def evaluate(agent, reward_model, tokenizer, rows, args, step):
     torch.manual_seed(mix_seed(args.seed))  # the same in each evaluation
     rows = rows[RANK::WORLD_SIZE] or rows[:1]  # every rank must take part, so one row may count twice
     batch, texts = sample_completions(agent.actor, tokenizer, rows, 0.0, args)
-    batch |= score_rollout(agent, reward_model, batch, texts, rows, args)
-    metrics = {"eval/score": (batch["scores"].sum(), len(rows))}
+    scored, part_means = score_rollout(agent, reward_model, batch, texts, rows, "eval/reward", args)
+    batch |= scored
+    metrics = {"eval/score": (batch["scores"].sum(), len(rows))} | part_means
     if "rule_rewards" in batch:
         metrics["eval/reward"] = (batch["rule_rewards"].sum(), len(rows))
     for row, text, score in zip(rows, texts, batch["scores"].tolist()):
@@ -1746,7 +1748,8 @@ def evaluate(agent, reward_model, tokenizer, rows, args, step):
 def score_completions(completions, rows):
     """Return one reward per completion; each row has the prompt, the answer and the dataset's other columns.
 
-    Edit this function for rewards that need the prompt or many completions at once, such as a judge or a test runner.
+    Edit this function for rewards that need the prompt or many completions at once, such as a judge or a test runner. A
+    reward is a number or a dictionary of parts, such as {"right": 1.0, "format": 0.1}: then it is their sum.
     """
     return [reward_fn(completion, row["answer"]) for completion, row in zip(completions, rows)]
 
@@ -1769,14 +1772,22 @@ def stop_requested(signals):
     return all_reduce(len(signals), dist.ReduceOp.MAX) > 0
 
 
-def check_rewards(rewards, texts):
-    """Return rewards as a list of floats; exit if there is not one finite number per completion."""
-    if len(rewards) != len(texts):
-        raise SystemExit(f"there are {len(rewards)} rewards for {len(texts)} completions")
-    for reward, text in zip(rewards, texts):
-        if reward is None or not math.isfinite(reward):
-            raise SystemExit(f"a reward must be a finite number, but it is {reward} for the completion {text!r}")
-    return [float(reward) for reward in rewards]
+def sum_parts(scores, texts, prefix):
+    """Return rewards as floats, each the sum of its parts, and the means of parts as {prefix/NAME: (sum, count)}.
+
+    Exit if a completion lacks a part that another has, or if a part, or a reward without parts, is not a finite number.
+    """
+    if len(scores) != len(texts):
+        raise SystemExit(f"there are {len(scores)} rewards for {len(texts)} completions")
+    if not isinstance(scores[0], dict):
+        scores = [{"a reward": score} for score in scores]
+    parts = pandas.DataFrame(scores, dtype=float)  # a column for each part; nan where it is missing
+    for name, values in parts.items():
+        for value, text in zip(values, texts):
+            if not math.isfinite(value):
+                raise SystemExit(f"{name} must be a finite number, but it is {value} for the completion {text!r}")
+    means = {f"{prefix}/{name}": (values.sum(), len(values)) for name, values in parts.items() if name != "a reward"}
+    return parts.sum(axis=1).tolist(), means
 
 
 def are_correct(texts, rows):

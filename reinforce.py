@@ -179,7 +179,8 @@ def reward_fn(completion, answer):
 def score_completions(completions, rows):
     """Return one reward per completion; each row has the prompt, the answer and the dataset's other columns.
 
-    Edit this function for rewards that need the prompt or many completions at once, such as a judge or a test runner.
+    Edit this function for rewards that need the prompt or many completions at once, such as a judge or a test runner. A
+    reward is a number or a dictionary of parts, such as {"right": 1.0, "format": 0.1}: then it is their sum.
     """
     return [reward_fn(completion, row["answer"]) for completion, row in zip(completions, rows)]
 
@@ -275,16 +276,17 @@ def main(args):
         rows = pick_rows(train_rows, first, args.prompts_per_step, args.seed)[RANK::WORLD_SIZE]
         rows = [row for row in rows for _ in range(args.group_size)]  # a row for each completion
         batch, texts = sample_completions(policy, tokenizer, rows, args.temperature, args)
-        rewards = score_completions(texts, rows)
+        scores = score_completions(texts, rows)
         if stop_requested(signals):  # Ctrl-C may have ended programs that the reward runs, so drop this rollout
             save(args.run_dir, policy, optimizer, tokenizer, step - 1)
             break
-        rewards = torch.tensor(check_rewards(rewards, texts), dtype=torch.float32, device=device)  # (B,)
+        rewards, part_means = sum_parts(scores, texts, "reward")
+        rewards = torch.tensor(rewards, dtype=torch.float32, device=device)  # (B,)
         batch["advantages"] = compute_advantages(rewards, args.group_size, args.baseline)
         rollout_end = time.perf_counter()
 
         # update: one optimizer step per rollout
-        collected = [rollout_metrics(batch, rewards, args.group_size)]
+        collected = [rollout_metrics(batch, rewards, args.group_size), part_means]
         indices = batch["advantages"].nonzero().squeeze(1)  # completions of advantage 0 have no gradient
         divisor = len(texts)  # completions, also those left out; FSDP then takes the mean over ranks
         collected += accumulate_gradients(policy, batch, indices, divisor, args)
@@ -305,7 +307,7 @@ def main(args):
             if not stopping:
                 metrics |= evaluation
         log_step(args, step, metrics)
-        log_group(args, step, rows[0], texts[: args.group_size], rewards[: args.group_size].tolist())
+        log_group(args, step, rows[0], texts[: args.group_size], scores[: args.group_size])
         progress.set_postfix(reward=metrics["reward/mean"])
         if stopping or step % args.save_every == 0 or step == args.num_steps:
             save(args.run_dir, policy, optimizer, tokenizer, step)
@@ -1064,7 +1066,7 @@ def append_line(args, name, step, values):
     """Append the values of a step to one of the run's jsonl files."""
     if RANK == 0:
         with Path(args.run_dir, name).open("a") as file:
-            file.write(json.dumps({"step": step} | values) + "\n")
+            file.write(json.dumps({"step": step} | values, default=float) + "\n")
 
 
 def evaluate(policy, tokenizer, rows, args, step):
@@ -1072,10 +1074,11 @@ def evaluate(policy, tokenizer, rows, args, step):
     torch.manual_seed(mix_seed(args.seed))  # the same in each evaluation
     rows = rows[RANK::WORLD_SIZE] or rows[:1]  # every rank must take part, so one row may count twice
     _, texts = sample_completions(policy, tokenizer, rows, 0.0, args)
-    rewards = check_rewards(score_completions(texts, rows), texts)
-    metrics = {"eval/reward": (sum(rewards), len(rows))}
-    for row, text, reward in zip(rows, texts, rewards):
-        sample = {"prompt": row["prompt"], "answer": row["answer"], "completion": text, "reward": reward}
+    scores = score_completions(texts, rows)
+    rewards, part_means = sum_parts(scores, texts, "eval/reward")
+    metrics = {"eval/reward": (sum(rewards), len(rows))} | part_means
+    for row, text, score in zip(rows, texts, scores):
+        sample = {"prompt": row["prompt"], "answer": row["answer"], "completion": text, "reward": score}
         append_line(args, "eval_samples.jsonl", step, sample)
     if rows[0]["answer"] is not None:
         metrics["eval/accuracy"] = (are_correct(texts, rows).sum(), len(rows))
@@ -1246,14 +1249,22 @@ def sample_tokens(logits, temperature):
     return tokens.squeeze(1), probabilities.gather(1, tokens).squeeze(1).log()
 
 
-def check_rewards(rewards, texts):
-    """Return rewards as a list of floats; exit if there is not one finite number per completion."""
-    if len(rewards) != len(texts):
-        raise SystemExit(f"there are {len(rewards)} rewards for {len(texts)} completions")
-    for reward, text in zip(rewards, texts):
-        if reward is None or not math.isfinite(reward):
-            raise SystemExit(f"a reward must be a finite number, but it is {reward} for the completion {text!r}")
-    return [float(reward) for reward in rewards]
+def sum_parts(scores, texts, prefix):
+    """Return rewards as floats, each the sum of its parts, and the means of parts as {prefix/NAME: (sum, count)}.
+
+    Exit if a completion lacks a part that another has, or if a part, or a reward without parts, is not a finite number.
+    """
+    if len(scores) != len(texts):
+        raise SystemExit(f"there are {len(scores)} rewards for {len(texts)} completions")
+    if not isinstance(scores[0], dict):
+        scores = [{"a reward": score} for score in scores]
+    parts = pandas.DataFrame(scores, dtype=float)  # a column for each part; nan where it is missing
+    for name, values in parts.items():
+        for value, text in zip(values, texts):
+            if not math.isfinite(value):
+                raise SystemExit(f"{name} must be a finite number, but it is {value} for the completion {text!r}")
+    means = {f"{prefix}/{name}": (values.sum(), len(values)) for name, values in parts.items() if name != "a reward"}
+    return parts.sum(axis=1).tolist(), means
 
 
 def are_correct(texts, rows):
@@ -1375,14 +1386,14 @@ def check_sampler(metrics):
         raise SystemExit(f"sampling and training disagree about log-probabilities (KL {sampler_kl:.2g} per token)")
 
 
-def log_group(args, step, row, texts, rewards):
+def log_group(args, step, row, texts, scores):
     """Log a group of completions; with the first step and each evaluation, print their ends, too."""
-    sample = {"prompt": row["prompt"], "answer": row["answer"], "completions": texts, "rewards": rewards}
+    sample = {"prompt": row["prompt"], "answer": row["answer"], "completions": texts, "rewards": [*scores]}
     append_line(args, "samples.jsonl", step, sample)
     if RANK == 0 and (step in (1, args.num_steps) or step % args.eval_every == 0):
         tqdm.write(f"step {step}: prompt {row['prompt']!r}, answer {row['answer']!r}, rewards and completions:")
-        for text, reward in zip(texts, rewards):
-            tqdm.write(f"{reward:8.2f}  {text[-160:]!r}")
+        for text, score in zip(texts, scores):
+            tqdm.write(f"{score}  {text[-160:]!r}")
 
 
 def end_run(args, signals):

@@ -907,7 +907,7 @@ def append_line(args, name, step, values):
     """Append the values of a step to one of the run's jsonl files."""
     if RANK == 0:
         with Path(args.run_dir, name).open("a") as file:
-            file.write(json.dumps({"step": step} | values) + "\n")
+            file.write(json.dumps({"step": step} | values, default=float) + "\n")
 
 
 def microbatches(pairs, max_tokens):

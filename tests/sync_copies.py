@@ -30,7 +30,7 @@ SHARED = {
     without(ALL, "ppo_rlhf", "gkd"): "PATHS",
     LOGPROBS: "load_model LOGITS_AT_ONCE",
     SAMPLED: """is_correct reward_fn score_completions k3 ANSWER_COLUMNS EVAL_SAMPLES NOTATIONS NUMBER load_rows
-        read_rows encode_prompt parse_gold extract_answer read_braces parse_answer check_rewards check_model
+        read_rows encode_prompt parse_gold extract_answer read_braces parse_answer sum_parts check_model
         show_first_row pad_left gathered sample_tokens are_correct microbatches
         check_sampler catch_signals LESS_MEMORY CACHE_BLOCK prefill RoomyLayer append_token""",
     REWARDED: "token_logprobs head_logprobs",

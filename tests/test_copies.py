@@ -39,19 +39,19 @@ def test_table_lists_every_shared_function():
 # At most: Python tokens of a script (without comments, newlines and indentation, docstrings counting as one), tokens
 # per line of code, and ternaries. Joining lines does not help against tokens.
 BUDGETS = {
-    "grpo": (10470, 10.2, 3),
-    "dr_grpo": (10320, 10.2, 3),
-    "gspo": (10300, 10.2, 3),
-    "cispo": (10240, 10.2, 3),
-    "reinforce": (9900, 10.2, 3),
-    "dapo": (10790, 10.2, 3),
-    "gkd": (10500, 10.2, 3),
-    "grpo_process": (11120, 10.2, 4),
-    "grpo_tools": (10970, 10.2, 4),
-    "ppo_rlhf": (13630, 10.2, 3),
+    "grpo": (10570, 10.2, 3),
+    "dr_grpo": (10420, 10.2, 3),
+    "gspo": (10400, 10.2, 3),
+    "cispo": (10340, 10.2, 3),
+    "reinforce": (10000, 10.2, 3),
+    "dapo": (10900, 10.2, 3),
+    "gkd": (10530, 10.2, 3),
+    "grpo_process": (11210, 10.2, 4),
+    "grpo_tools": (11070, 10.2, 4),
+    "ppo_rlhf": (13750, 10.2, 3),
     "dpo": (7780, 10.2, 3),
     "reward_model": (7290, 10.2, 3),
-    "sft": (7340, 10.2, 3),
+    "sft": (7350, 10.2, 3),
 }
 FUNCTION, MAIN = 50, 95
 LONGER = {("grpo_tools", "generate"): 68}  # lines at most
