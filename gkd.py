@@ -151,7 +151,7 @@ class Args:
 
 
 # Without --model, the bundled model is trained with these settings; with --tiny, also a checkpoint of it.
-TINY = {"learning_rate": 1e-3, "warmup_steps": 4, "num_steps": 40, "prompts_per_step": 64}
+TINY = {"learning_rate": 3e-4, "warmup_steps": 4, "num_steps": 40}
 TINY |= {"system_prompt": "", "max_prompt_length": 32, "max_completion_length": 48, "eval_prompts": 512}
 TINY |= {"microbatch_tokens": 1024, "rollout_batch_size": 2048, "precision": "float32"}
 
@@ -224,13 +224,13 @@ def accumulate_gradients(policy, teacher, batch, divisor, args):
         with torch.no_grad():
             teacher_hidden = teacher(part)
         divergences, logprobs, entropies = policy(part, teacher.model, teacher_hidden, args)  # (B, T) each
-        loss, metrics = distillation_loss(divergences, part["completion_mask"])
+        mask = part["completion_mask"].bool()
+        loss, metrics = distillation_loss(divergences, mask)
         (loss / divisor).backward()
-        num_tokens = part["completion_mask"].sum()
-        metrics["policy/entropy"] = (entropies.sum(), num_tokens)
+        metrics["policy/entropy"] = (entropies.sum(), mask.sum())
         if "sampler_logprobs" in part:
-            log_ratio = logprobs.detach() - part["sampler_logprobs"]  # 0 outside the mask
-            metrics["policy/sampler_kl"] = (k3(log_ratio).sum(), num_tokens)
+            log_ratio = torch.where(mask, logprobs.detach() - part["sampler_logprobs"], 0.0)
+            metrics["policy/sampler_kl"] = (k3(log_ratio).sum(), mask.sum())
         collected.append(metrics)
     return collected
 
@@ -1318,11 +1318,13 @@ def sum_parts(scores, texts, prefix):
     if not isinstance(scores[0], dict):
         scores = [{"a reward": score} for score in scores]
     parts = pandas.DataFrame(scores, dtype=float)  # a column for each part; nan where it is missing
-    for name, values in parts.items():
+    means = {}
+    for name, values in sorted(parts.items()):  # in the same order on all ranks
         for value, text in zip(values, texts):
             if not math.isfinite(value):
                 raise SystemExit(f"{name} must be a finite number, but it is {value} for the completion {text!r}")
-    means = {f"{prefix}/{name}": (values.sum(), len(values)) for name, values in parts.items() if name != "a reward"}
+        if name != "a reward":
+            means[f"{prefix}/{name}"] = (values.sum(), len(values))
     return parts.sum(axis=1).tolist(), means
 
 

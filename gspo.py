@@ -1303,11 +1303,13 @@ def sum_parts(scores, texts, prefix):
     if not isinstance(scores[0], dict):
         scores = [{"a reward": score} for score in scores]
     parts = pandas.DataFrame(scores, dtype=float)  # a column for each part; nan where it is missing
-    for name, values in parts.items():
+    means = {}
+    for name, values in sorted(parts.items()):  # in the same order on all ranks
         for value, text in zip(values, texts):
             if not math.isfinite(value):
                 raise SystemExit(f"{name} must be a finite number, but it is {value} for the completion {text!r}")
-    means = {f"{prefix}/{name}": (values.sum(), len(values)) for name, values in parts.items() if name != "a reward"}
+        if name != "a reward":
+            means[f"{prefix}/{name}"] = (values.sum(), len(values))
     return parts.sum(axis=1).tolist(), means
 
 

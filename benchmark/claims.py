@@ -106,8 +106,8 @@ PATCHES = {
     **{f"sampled {delay} steps ago": ONE_MINIBATCH + sampled_before(delay) for delay in DELAYS},
     "random rewards": [
         (
-            "        rewards = score_completions(texts, rows)\n        if stop",
-            "        rewards = (torch.rand(len(texts)) < 0.5).tolist()\n        if stop",
+            "        scores = score_completions(texts, rows)\n        if stop",
+            "        scores = (torch.rand(len(texts)) < 0.5).tolist()\n        if stop",
         )
     ],
     "from step 31 on measured, not trained": [

@@ -29,12 +29,12 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULT, PAGE = ROOT / "benchmark" / "results" / "default_runs.csv", ROOT / "docs" / "results.md"
 FOLDER = Path("runs", "defaults")
 SCRIPTS = ("reinforce", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "grpo_process", "grpo_tools")
-SCRIPTS += ("ppo_rlhf", "dpo", "reward_model", "sft")
+SCRIPTS += ("gkd", "ppo_rlhf", "dpo", "reward_model", "sft")
 EVAL_EVERY = {"dapo": 2, "ppo_rlhf": 5, "reward_model": 16, "sft": 100}
 # In a script's picture, the first six of these that it has.
 DRAWN = "eval/score eval/accuracy eval/pass@1 eval/pair_accuracy eval/pair_loss eval/loss reward/mean".split()
-DRAWN += "rollout/length_mean policy/entropy policy/ref_kl rollout/ref_kl_sum eval/pair_chosen_log_ratio".split()
-DRAWN += ["eval/pair_rejected_log_ratio"]
+DRAWN += "loss/distillation rollout/length_mean policy/entropy policy/ref_kl rollout/ref_kl_sum".split()
+DRAWN += ["eval/pair_chosen_log_ratio", "eval/pair_rejected_log_ratio"]
 EVALUATED = {  # on held-out rows
     "eval/accuracy": "greedy accuracy",
     "eval/pass@1": "pass@1",
@@ -46,6 +46,7 @@ EVALUATED = {  # on held-out rows
     "eval/loss": "loss, nats per token",
 }
 SAMPLED = {  # on the completions of each step; the pictures show more
+    "loss/distillation": "divergence from the teacher, nats per token",
     "rollout/ref_kl_sum": "KL to the reference, nats per completion",
     "rollout/tool_use": "share of completions that call the tool",
     "rollout/tool_tokens": "tokens of a completion that the tool wrote",

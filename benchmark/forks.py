@@ -4,15 +4,14 @@
     python benchmark/forks.py --page                  (runs nothing; writes the tables of docs/forks/*.md)
 
 The program applies the diff on a fork's page to its script and trains the result. It does the runs as
-benchmark/claims.py does, with the same settings and columns. It writes them to benchmark/results/forks.csv and skips
-runs that are already there. Use --results to begin a file of your own.
+benchmark/claims.py does, with the same settings and columns; both sides of GDPO get a reward of two parts. It writes
+the runs to benchmark/results/forks.csv and skips those that are already there. Use --results to begin a file of your
+own.
 """
 
 import argparse
 import csv
-import os
 import re
-import shutil
 import statistics
 import subprocess
 import sys
@@ -25,13 +24,12 @@ from claims import LEARN, ON_EASY_TASK, ROOT, cell, measure, value_of
 RESULTS = ROOT / "benchmark" / "results" / "forks.csv"
 PAGES = ROOT / "docs" / "forks"
 SEEDS = claims.THREE_SEEDS
-TEACHER = ROOT / "runs" / "bases" / "teacher"  # a run sees this folder as bases/teacher
 MANY_UPDATES = cell("grpo", "3e-4", 16)
 
-RUNS = {  # {fork: {row of its table: run}}; the name after a bar is a fork, not one of claims.PATCHES
+RUNS = {  # {fork: {row of its table: run}}; the name after a bar is a fork, or "two parts", not one of claims.PATCHES
     "maxrl": {"`grpo.py`": f"grpo {LEARN}", "`my_maxrl.py`": f"grpo {LEARN} | maxrl"},
     "dppo": {"`grpo.py`": MANY_UPDATES, "`my_dppo.py`": f"{MANY_UPDATES} | dppo"},
-    "opd": {"`grpo.py`": f"grpo {LEARN}", "`my_opd.py`": f"grpo {LEARN} --teacher bases/teacher | opd"},
+    "gdpo": {"`grpo.py`": f"grpo {LEARN} | two parts", "`my_gdpo.py`": f"grpo {LEARN} | gdpo"},
     "ipo": {
         "`dpo.py --beta 0.5`": f"dpo {ON_EASY_TASK}",
         "`my_ipo.py --beta 0.5`": f"dpo {ON_EASY_TASK} | ipo",
@@ -44,14 +42,23 @@ RUNS = {  # {fork: {row of its table: run}}; the name after a bar is a fork, not
         "`my_simpo.py --beta 10 --gamma 3`": f"dpo --beta 10 --gamma 3 {ON_EASY_TASK} | simpo",
     },
 }
-FORK_OF = {"opd": "cispo"}  # the other forks are those of their runs' script; this one runs in place of grpo.py
+# GDPO is for rewards of several parts. Here they are a right answer, and exactly three dots after it.
+SCORES = '[reward_fn(completion, row["answer"]) for completion, row in zip(completions, rows)]'
+PARTS = '{"right": reward_fn(completion, row["answer"]), "dots": float(completion.endswith("}..."))}'
+TWO_PARTS = [(SCORES, f"[{PARTS} for completion, row in zip(completions, rows)]")]
+PART_COLUMNS = {"part_right": "reward/right", "part_dots": "reward/dots"}  # in addition to those of claims.py
 ACCURACY = {"greedy accuracy": ("accuracy", 40, 40)}
 SAMPLED = ACCURACY | {"pass@1": ("pass@1", 40, 40), "pass@4": ("pass@4", 40, 40)}
 PAIRS = ACCURACY | {"log-ratio of the chosen": ("chosen", 36, 40), "of the rejected": ("rejected", 36, 40)}
 COLUMNS = {  # {fork: {title: (column of claims.py, first step, last step)}}
     "maxrl": {"reward, steps 31 to 40": ("reward", 31, 40), "groups all wrong": ("all_wrong", 31, 40)} | SAMPLED,
     "dppo": {f"reward, steps {a} to {b}": ("reward", a, b) for a, b in ((6, 10), (16, 20), (31, 40))} | ACCURACY,
-    "opd": {f"reward, steps {a} to {b}": ("reward", a, b) for a, b in ((6, 10), (31, 40))} | ACCURACY,
+    "gdpo": {
+        f"{part}, steps {a} to {b}": (column, a, b)
+        for part, column in (("right", "part_right"), ("three dots", "part_dots"))
+        for a, b in ((6, 10), (31, 40))
+    }
+    | ACCURACY,
     "ipo": PAIRS,
     "simpo": PAIRS,
 }
@@ -64,27 +71,14 @@ def diff_of(name):
 
 
 def forked(name):
-    """Return the text of the script of a fork's runs, and the fork that replaces it."""
+    """Return the text of the script that is forked, and the fork that replaces it."""
     script = next(iter(RUNS[name].values())).split()[0]
     source = (ROOT / f"{script}.py").read_text(encoding="utf-8")
-    forked_source = (ROOT / f"{FORK_OF.get(name, script)}.py").read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, f"my_{name}.py")
-        file.write_text(forked_source, encoding="utf-8")
+        file.write_text(source, encoding="utf-8")
         subprocess.run(["git", "apply", "-p0"], cwd=folder, input=diff_of(name).encode(), check=True)
         return source, file.read_text(encoding="utf-8")
-
-
-def make_teacher():
-    """Make the teacher if it is missing: the last checkpoint of a run of grpo.py with seed 1."""
-    if not TEACHER.exists():
-        with tempfile.TemporaryDirectory() as folder:
-            flags = f"{claims.FLAGS} {LEARN} --seed 1 --run-dir {folder}/run".split()
-            environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
-            program = [sys.executable, "grpo.py", *flags]
-            subprocess.run(program, cwd=ROOT, env=environment, check=True, capture_output=True)
-            TEACHER.parent.mkdir(parents=True, exist_ok=True)
-            shutil.move(f"{folder}/run/checkpoint", TEACHER)
 
 
 def table(name, found):
@@ -114,16 +108,16 @@ def main():
     args = parser.parse_args()
     if unknown := {*args.forks} - {*RUNS}:
         parser.error(f"unknown fork: {' '.join(unknown)}; --help lists all forks")
+    claims.COLUMNS |= PART_COLUMNS
     header = ["run", "seed", "step", *claims.COLUMNS]
     if not args.results.exists():
         args.results.write_text(",".join(header) + "\n", encoding="utf-8")
     chosen, found = args.forks or [*RUNS], claims.read(args.results)
     wanted = [(run, seed) for name in chosen for run in RUNS[name].values() for seed in SEEDS]
     wanted = [key for key in dict.fromkeys(wanted) if key not in found and not args.page]
-    claims.PATCHES |= {name: [forked(name)] for name in RUNS}
+    claims.PATCHES |= {name: [forked(name)] for name in RUNS} | {"two parts": TWO_PARTS}
+    claims.PATCHES["gdpo"] += TWO_PARTS
     for run, seed in wanted:
-        if "bases/teacher" in run:
-            make_teacher()
         rows = measure(run, seed)
         with args.results.open("a", newline="", encoding="utf-8") as file:
             csv.DictWriter(file, header, lineterminator="\n").writerows(rows)

@@ -39,7 +39,7 @@ PARTS = table("""
     logging | log_step append_line | metrics.jsonl
     evaluation | evaluate mix_seed | reward, accuracy and pass@k of held-out prompts
     sampling | sample_completions pad_left gathered generate prefill RoomyLayer append_token sample_tokens
-    rewards, metrics | check_rewards are_correct mean_metrics pick_rows stop_requested | and the order of rows
+    rewards, metrics | sum_parts are_correct mean_metrics pick_rows stop_requested | and the order of rows
     saving | save merge_adapters | checkpoint/, state/
     update | compute_logprobs microbatches rollout_metrics step_optimizer check_sampler | around the loss
     samples, end | log_group end_run | samples.jsonl, and what to do next""")
@@ -65,6 +65,7 @@ FAMILY = table("""
     cispo | CISPO | prompt, answer | grpo | clips nothing: the ratio, capped at 5, weights log π; no KL
     grpo_process | GRPO, process | prompt, answer | grpo | a reward for every step, so an advantage for every token
     grpo_tools | GRPO, tools | prompt, answer | grpo | a tool writes tokens, too, with weight 0; no KL
+    gkd | GKD, distillation | prompt | grpo | no rewards; D(teacher ‖ student) over the vocabulary, per token
     ppo_rlhf | PPO | prompt | grpo | no groups; GAE of a value model, per token; k1, in the reward
     dpo | DPO | prompt, chosen, rejected | reward_model | score it implies: ; β Σₜ log π/π_ref
     reward_model | reward model | prompt, chosen, rejected | sft | scores s of pairs: ; log σ(s_w − s_l)
@@ -143,7 +144,7 @@ class Picture:  # its unit is a pixel at a width of 900, and y points down
 
 
 def draw_anatomy():
-    about = "lines, parts, names; at the right, how many of the 12 scripts have the same text of a name (fewest–most)"
+    about = "lines, parts, names; at the right, how many of the 13 scripts have the same text of a name (fewest–most)"
     picture, y, colour = Picture(1232, "The anatomy of a script: grpo.py", about), 76, ORANGE
     for place, side in ((262, "differs between scripts"), (844, "identical copies")):
         picture.text(36, place, side, size=15, rotation=90, ha="center", va="center", weight="bold")
@@ -185,8 +186,8 @@ def draw_flow():
 
 
 def draw_family():
-    picture = Picture(720, "The family of the twelve scripts", "arrow: what changes; box: the columns of the data")
-    places = [*((696, 84 + 70 * i) for i in range(7)), (696, 618), (350, 618), (24, 618), (24, 294), (24, 84)]
+    picture = Picture(790, "The family of the thirteen scripts", "arrow: what changes; box: the columns of the data")
+    places = [*((696, 84 + 70 * i) for i in range(8)), (696, 688), (350, 688), (24, 688), (24, 294), (24, 84)]
     places = dict(zip([row[0] for row in FAMILY], places))
     for script, title, data, *step in FAMILY:
         x, y = places[script]
@@ -199,10 +200,10 @@ def draw_family():
         elif step:
             left, top = places[step[0]]
             picture.arrow((left + 180, top + 30), (left + 200, top + 30), (left + 200, y + 30), (x, y + 30))
-            picture.text(left + 190 + 20 * (y < 600), y + 26, step[1].replace(" ; ", "\n"), va="bottom")
-    picture.arrow((440, 618), (440, 552), (696, 552))
-    picture.text(450, 566, "its score is the reward")
-    picture.text(24, 700, "sft.py also made the bundled model, from which the others start", color=GREY)
+            picture.text(left + 190 + 20 * (y < 670), y + 26, step[1].replace(" ; ", "\n"), va="bottom")
+    picture.arrow((440, 688), (440, 622), (696, 622))
+    picture.text(450, 636, "its score is the reward")
+    picture.text(24, 770, "sft.py also made the bundled model, from which the others start", color=GREY)
     picture.save("family_map", FAMILY)
 
 

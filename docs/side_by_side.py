@@ -62,30 +62,33 @@ FOOT = """
 the number of completions of an optimizer step, and L is `--max-completion-length`. Sums are over completions i and
 their tokens t. k1 and k3 are [estimators of the KL divergence](kl.md).
 
-The other four scripts do not use groups:
+The other five scripts do not use groups:
 
-| | SFT | reward model | DPO | PPO |
-|---|---|---|---|---|
-| script | `sft.py` | `reward_model.py` | `dpo.py` | `ppo_rlhf.py` |
+| | SFT | reward model | DPO | PPO | GKD |
+|---|---|---|---|---|---|
+| script | `sft.py` | `reward_model.py` | `dpo.py` | `ppo_rlhf.py` | `gkd.py` |
 | paper | [Ouyang 2022](https://arxiv.org/abs/2203.02155v1) | [Ouyang 2022](https://arxiv.org/abs/2203.02155v1) | \
 [Rafailov 2023](https://arxiv.org/abs/2305.18290v3) | [Schulman 2017](https://arxiv.org/abs/1707.06347v2), \
-[Ouyang 2022](https://arxiv.org/abs/2203.02155v1), [Huang 2024](https://arxiv.org/abs/2403.17031v1) |
-| learns from | completions | pairs | pairs | its own samples |
+[Ouyang 2022](https://arxiv.org/abs/2203.02155v1), [Huang 2024](https://arxiv.org/abs/2403.17031v1) | \
+[Agarwal 2023](https://arxiv.org/abs/2306.13649v3) |
+| learns from | completions | pairs | pairs | its own samples | its own samples, completions, a teacher |
 | objective | Σ log π | Σ log σ(s_w − s_l) | Σ log σ(β (Σₜ log π/π_ref of y_w − Σₜ log π/π_ref of y_l)) | \
-Σᵢ Σₜ min(r A, clip(r) A), and the value loss |
-| advantage | - | - | - | GAE of the reward, per token, whitened |
-| reward R | - | - | - | last token: score, less a penalty if there is no stop token; each token: − β log π_old/π_ref |
+Σᵢ Σₜ min(r A, clip(r) A), and the value loss | − Σᵢ 1/\\|oᵢ\\| Σₜ D(π_T ‖ π), each D a sum over the vocabulary |
+| advantage | - | - | - | GAE of the reward, per token, whitened | - |
+| reward R | - | - | - | last token: score, less a penalty if there is no stop token; each token: − β log π_old/π_ref \
+| - |
 | weight of a token | 1 / number of tokens | 1 / number of pairs; only the last token has a score | \
-1 / number of pairs | 1 / number of tokens |
-| ratio | none | none | none | of the token |
-| clipping | none | none | none | 0.2; values within 0.2 of the old ones |
-| KL | none | none | β, implied by the loss | k1 to the initial model, in the reward |
+1 / number of pairs | 1 / number of tokens | 1 / (\\|oᵢ\\| × N) |
+| ratio | none | none | none | of the token | none |
+| clipping | none | none | none | 0.2; values within 0.2 of the old ones | none |
+| KL | none | none | β, implied by the loss | k1 to the initial model, in the reward \
+| the loss: to or from the teacher |
 | models in memory | policy | reward model | policy; the reference's log-probabilities are computed once | \
-policy, value model, reference, reward model |
+policy, value model, reference, reward model | student, teacher |
 """
 NAMES = """
 y_w and y_l are the preferred and the other completion of a pair, and s_w and s_l are their scores. A rollout of PPO has
-one completion per prompt."""
+one completion per prompt. π_T is the teacher."""
 
 
 def updates_per_rollout(script):
@@ -102,10 +105,10 @@ def updates_per_rollout(script):
 
 def render():
     sys.path.insert(0, str(ROOT))
-    columns = ("reinforce", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "ppo_rlhf")
+    columns = ("reinforce", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "ppo_rlhf", "gkd")
     updates = ["{}, {}".format(*updates_per_rollout(script)) for script in columns]
     row = "| updates per rollout (bundled model, real model) | {} |".format
-    text = [HEAD + row(" | ".join(updates[:-1])), MORE + FOOT + row(" | ".join(["-", "-", "-", updates[-1]])), NAMES]
+    text = [HEAD + row(" | ".join(updates[:-2])), MORE + FOOT + row(" | ".join(["-", "-", "-", *updates[-2:]])), NAMES]
     return "\n".join(text) + "\n"
 
 

@@ -6,11 +6,13 @@ Tests that need math-verify are skipped without it: pip install math-verify
 import re
 import runpy
 import sys
+import textwrap
 from types import SimpleNamespace
 
 import pytest
+from helpers import train
 from test_rewards import DATA, box, each_case
-from tiny import ROOT, load_module, read_jsonl
+from tiny import ROOT, load_module, read_jsonl, write_jsonl
 
 import grpo
 
@@ -112,6 +114,26 @@ def test_what_math_verify_accepts_alone_is_what_the_page_says(tmp_path):
     right, wrong = count(rule)
     assert f"Without the conditions it accepts {right} of the 28, but also {wrong} of the wrong ones" in TEXT
     assert rule(box("17 * 3"), "51") and rule(box("5 = 6"), "6")
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_reward_with_parts_is_logged_as_the_page_says(tmp_path, monkeypatch):
+    [example] = re.findall(r"^(    def reward_fn\(.*\n(?:        .*\n)+)", PAGE, re.MULTILINE)
+    assert example.count("\n") <= 5
+    names = {"is_correct": grpo.is_correct}
+    exec(textwrap.dedent(example), names)
+    assert names["reward_fn"]("<think>1+1=2</think>" + box("2"), "2") == {"right": 1.0, "format": 0.1}
+    assert names["reward_fn"]("so it is <think>", "2") == {"right": 0.0, "format": 0.0}
+    monkeypatch.setattr(grpo, "reward_fn", names["reward_fn"])
+    dataset = write_jsonl(tmp_path / "rows.jsonl", read_jsonl(ROOT / "data" / "addition" / "train.jsonl")[:64])
+    sizes = {"num_steps": 1, "prompts_per_step": 2, "group_size": 4, "minibatch_size": 8, "eval_prompts": 4}
+    [before, line] = train(grpo, tmp_path / "run", dataset=dataset, **sizes)
+    found = re.findall("`((?:eval/)?reward/(?:right|format))`", PAGE)
+    assert {"reward/right", "reward/format"} < {*found} < {*line} and len(found) == 4
+    assert line["reward/mean"] == pytest.approx(line["reward/right"] + line["reward/format"])
+    assert before["eval/reward/right"] == before["eval/accuracy"]
+    [sample] = read_jsonl(tmp_path / "run" / "samples.jsonl")
+    assert sample["rewards"] == [names["reward_fn"](text, sample["answer"]) for text in sample["completions"]]
 
 
 def test_a_folder_joins_the_datasets_of_its_subfolders():

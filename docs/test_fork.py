@@ -34,7 +34,7 @@ import grpo
 
 PAGE = (ROOT / "docs" / "fork.md").read_text(encoding="utf-8")
 DIFFS = dict(re.findall(r"^```diff\n--- (\w+)\.py\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
-[SERVICE, TEST] = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+[JUDGE, TEST] = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 # The edit below the line in the diff of the entropy bonus, and an edit in the text.
 [(NO_GRAD, ENTROPIES, ATTACHED)] = re.findall(
     r"^-(        with torch.no_grad.*\n)-(            entropies = .*\n)\+(        entropies = .*\n)",
@@ -175,10 +175,14 @@ def test_advantages_are_centred_on_the_median(forks, folder, tmp_path):
 # ---- the reward from an HTTP service
 
 
+class Server(http.server.ThreadingHTTPServer):
+    request_queue_size = 128  # connections that wait to be accepted: as many as a batch has
+
+
 @pytest.fixture
 def server():
-    """Run a local HTTP server whose reward is the length of the completion, and which can fail on request."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    """Run a local judge whose grades follow from the completion's length, and which can fail on request."""
+    server = Server(("127.0.0.1", 0), Handler)
     server.troubles, server.answers_left, server.together = [], math.inf, threading.Barrier(1)
     server.asked, server.over, server.lock = [], threading.Event(), threading.Lock()
     server.given_up_on = True
@@ -191,69 +195,142 @@ def server():
     thread.join()
 
 
+def grades_of(completion):
+    return {"right": len(completion) % 11, "clear": len(completion) // 2 % 11}
+
+
+def parts_of(completion):
+    grades = grades_of(completion)
+    return {"right": pytest.approx(0.08 * grades["right"]), "clear": pytest.approx(0.02 * grades["clear"])}
+
+
+# What a judge may reply that is no full set of grades.
+NO_GRADES = {
+    "refusal": "I cannot grade this.",
+    "nothing": None,
+    "cut off": '{"right": 10, "clear": 1',
+    "one missing": '{"right": 10}',
+    "too high": '{"right": 11, "clear": 10}',
+    "negative": '{"right": -1, "clear": 10}',
+    "a fraction": '{"right": 7.5, "clear": 10}',
+    "a word": '{"right": "high", "clear": 10}',
+}
+
+
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_POST(self):
-        server, row = self.server, json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        server, body = self.server, json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        [message] = body["messages"]
+        asked = re.fullmatch(
+            r"Question: (.*)\nReference answer: (.*)\nStudent's answer: (.*)\n\nGrade the .*",
+            message["content"],
+            re.DOTALL,
+        )
         with server.lock:
             trouble = server.troubles.pop() if server.troubles else None
             if trouble is None and server.answers_left <= 0:
                 trouble = "status"
             if trouble is None:
                 server.answers_left -= 1
-                server.asked.append(row)
+                server.asked.append((self.path, body["model"], message["role"], *asked.groups()))
         if trouble == "status":
             self.send_error(503)
         elif trouble == "silence":
             server.given_up_on = server.over.wait(30)  # False if the client still waits
+        elif trouble in NO_GRADES:
+            self.reply({"choices": [{"message": {"role": "assistant", "content": NO_GRADES[trouble]}}]})
+        elif trouble == "another format":
+            self.reply({"error": "no such model"})
         elif trouble is None:
             server.together.wait(20)
-            reward = json.dumps({"reward": len(row["completion"])}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(reward)))
-            self.end_headers()
-            self.wfile.write(reward)
+            grades = json.dumps(grades_of(asked[3]), indent=len(asked[3]) % 2 or None)
+            reply = f'First I thought {{"right": 0, "clear": 0}}, but:\n```json\n{grades}\n```'
+            self.reply({"choices": [{"message": {"role": "assistant", "content": reply}}]})
+
+    def reply(self, answer):
+        answer = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
 
     def log_message(self, *_):
         pass
 
 
 @pytest.fixture
-def service(server, tmp_path, monkeypatch):
-    """Import the page's my_service.py with the address of that server and short pauses."""
+def judge(server, tmp_path, monkeypatch):
+    """Import the page's my_judge.py with the address of that server and short pauses."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    (tmp_path / "my_service.py").write_text(SERVICE, encoding="utf-8")
-    module = load_module(tmp_path / "my_service.py")
-    module.URL, module.PAUSES = f"http://127.0.0.1:{server.server_port}/reward", [0.01] * len(module.PAUSES)
+    (tmp_path / "my_judge.py").write_text(JUDGE, encoding="utf-8")
+    module = load_module(tmp_path / "my_judge.py")
+    path = module.URL.removeprefix("http://localhost:8000")
+    module.URL, module.PAUSES = f"http://127.0.0.1:{server.server_port}{path}", [0.01] * len(module.PAUSES)
     return module
 
 
-def test_requests_run_in_parallel_keep_their_order_and_are_repeated(service, server):
-    """First the server waits for four requests at a time. Then three requests fail once, each in another way."""
-    completions, rows = ["x" * i for i in range(8)], [{"prompt": f"p{i}", "answer": str(i), "x": i} for i in range(8)]
-    server.together = threading.Barrier(4)
-    assert service.score_completions(completions, rows) == [*range(8)]
-    service.TIMEOUT, server.troubles, server.together = 3, ["status", "silence", "hang up"], threading.Barrier(1)
-    assert service.score_completions(completions, rows) == [*range(8)]
+COMPLETIONS = ["x" * i for i in range(7)] + ['{"right": 10, "clear": 10}']  # the last one grades itself
+QUESTIONS = [{"prompt": f"p{i}", "answer": str(i), "x": i} for i in range(8)]
+
+
+def test_requests_run_in_parallel_keep_their_order_and_are_repeated(judge, server):
+    """First the server holds its answers until all eight have come. Then requests fail, each in another way."""
+    server.together = threading.Barrier(8)
+    assert judge.score_completions(COMPLETIONS, QUESTIONS) == [parts_of(text) for text in COMPLETIONS]
+    judge.TIMEOUT, server.troubles, server.together = 3, ["status", "silence", "hang up"], threading.Barrier(1)
+    assert judge.score_completions(COMPLETIONS, QUESTIONS) == [parts_of(text) for text in COMPLETIONS]
     assert not server.troubles and server.given_up_on
-    expected = [{"prompt": f"p{i}", "answer": str(i), "completion": "x" * i} for i in range(8)]
-    assert sorted(server.asked, key=lambda row: row["prompt"]) == [row for row in expected for _ in range(2)]
+    about = "/v1/chat/completions", judge.MODEL, "user"
+    expected = [(*about, row["prompt"], row["answer"], text) for text, row in zip(COMPLETIONS, QUESTIONS)]
+    assert sorted(server.asked) == [row for row in expected for _ in range(2)]
 
 
-def test_the_last_attempt_raises_whatever_the_failure_is(service, server):
-    server.answers_left = 0
-    server.troubles = ["hang up"] * len(service.PAUSES)
-    with pytest.raises(urllib.error.HTTPError, match="503"):
-        service.score_completions(["x"], [{"prompt": "p", "answer": None}])
+@pytest.mark.parametrize("trouble", [*NO_GRADES, "another format"])
+def test_a_reply_without_grades_is_asked_for_again_and_never_a_reward(trouble, judge, server):
+    server.troubles = [trouble] * 3
+    assert judge.score_completions(["xyz"], QUESTIONS[:1]) == [parts_of("xyz")] and not server.troubles
+    server.troubles = [trouble] * 4
+    with pytest.raises((ValueError, LookupError, TypeError)):
+        judge.score_completions(["xyz"], QUESTIONS[:1])
     assert not server.troubles
-    service.URL = "http://127.0.0.1:9/reward"  # no server listens there
+
+
+def test_the_last_attempt_raises_whatever_the_failure_is(judge, server):
+    server.answers_left = 0
+    server.troubles = ["hang up"] * len(judge.PAUSES)
+    with pytest.raises(urllib.error.HTTPError, match="503"):
+        judge.score_completions(["x"], [{"prompt": "p", "answer": None}])
+    assert not server.troubles
+    server.troubles = ["refusal"] * 4
+    with pytest.raises(ValueError, match="the judge's reply lacks a grade: 'I cannot grade this.'"):
+        judge.score_completions(["x"], [{"prompt": "p", "answer": None}])
+    judge.URL = "http://127.0.0.1:9/v1/chat/completions"  # no server listens there
     with pytest.raises(urllib.error.URLError):
-        service.score_completions(["x"], [{"prompt": "p", "answer": None}])
+        judge.score_completions(["x"], [{"prompt": "p", "answer": None}])
 
 
-def test_a_service_that_goes_down_ends_the_run_and_resumed_it_ends_as_if_nothing_had_happened(
-    service, server, tmp_path, monkeypatch
+def test_a_rollout_waits_for_its_slowest_reply_only_and_logs_the_parts(judge, server, tmp_path, monkeypatch):
+    """The server answers none of a rollout's 64 requests before it has all of them."""
+    monkeypatch.setattr(grpo, "score_completions", judge.score_completions)
+    server.together = threading.Barrier(64)
+    settings = {"num_steps": 2, "eval_prompts": 0, "seed": 3, "max_completion_length": 16} | SIZES
+    settings |= {"prompts_per_step": 16, "minibatch_size": 32}
+    grpo.main(parse(grpo, run_dir=tmp_path / "run", **settings))
+    assert len(server.asked) == 2 * 64
+    for number, line in enumerate(read_jsonl(tmp_path / "run" / "metrics.jsonl")):
+        texts = [asked[-1] for asked in server.asked[64 * number : 64 * (number + 1)]]
+        for name, weight in (("right", 0.08), ("clear", 0.02)):
+            mean = sum(grades_of(text)[name] for text in texts) / 64
+            assert line[f"reward/{name}"] == pytest.approx(weight * mean)
+        assert line["reward/mean"] == pytest.approx(line["reward/right"] + line["reward/clear"]) and mean > 0
+    for sample in read_jsonl(tmp_path / "run" / "samples.jsonl"):
+        assert sample["rewards"] == [parts_of(text) for text in sample["completions"]]
+
+
+def test_a_judge_that_goes_down_ends_the_run_and_resumed_it_ends_as_if_nothing_had_happened(
+    judge, server, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(grpo, "score_completions", service.score_completions)
+    monkeypatch.setattr(grpo, "score_completions", judge.score_completions)
     settings = {"num_steps": 2, "eval_prompts": 0, "save_every": 1, "seed": 3, "max_completion_length": 16, **SIZES}
     grpo.main(parse(grpo, run_dir=tmp_path / "whole", **settings))
     server.answers_left = 16  # the first rollout
@@ -265,7 +342,7 @@ def test_a_service_that_goes_down_ends_the_run_and_resumed_it_ends_as_if_nothing
     grpo.main(parse(grpo, resume=tmp_path / "cut"))
     runs = [read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("whole", "cut")]
     whole, cut = ([{k: v for k, v in line.items() if k[:5] != "perf/"} for line in lines] for lines in runs)
-    assert whole == cut and len(cut) == 2 and cut[1]["reward/mean"] > 1
+    assert whole == cut and len(cut) == 2 and cut[1]["reward/mean"] > 0
 
 
 # ---- the entropy bonus, and the test to copy

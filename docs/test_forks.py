@@ -2,24 +2,27 @@
 
 import importlib
 import itertools
+import json
 import math
 import re
 import shutil
+import statistics
 import subprocess
+from pathlib import Path
 
 import claims
 import forks as benchmark
 import pytest
 import torch
-from helpers import TEMPERATURE, VOCAB_SIZE, WITHOUT_KL, enumerate_rows, gradient_of, policy_loss, read_oracle, tensor
+from helpers import TEMPERATURE, WITHOUT_KL, enumerate_rows, gradient_of, policy_loss, read_oracle, tensor
+from processes import run_on_ranks
 from sync_copies import MARKER
-from tiny import ROOT, add_pairs, build_model, load_module, parse, read_jsonl, record, relative_error, write_jsonl
+from tiny import ROOT, add_pairs, load_module, parse, read_jsonl, record, relative_error, write_jsonl
 
-import cispo
 import dpo
 import grpo
 
-SCRIPTS = {"maxrl": grpo, "dppo": grpo, "opd": cispo, "ipo": dpo, "simpo": dpo}
+SCRIPTS = {"maxrl": grpo, "dppo": grpo, "gdpo": grpo, "ipo": dpo, "simpo": dpo}
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs" / "forks").glob("*.md"))}
 INTRODUCTION = (ROOT / "docs" / "fork.md").read_text(encoding="utf-8")
 COPY = "    cp {1}.py my_{0}.py\n    sed -n '/^--- my_{0}.py/,/^```$/p' docs/forks/{0}.md | git apply -p0\n"
@@ -113,37 +116,25 @@ def check_dppo(fork, model, rows):
     assert relative_error(gradient_of(model, loss), -exact) < 1e-9
 
 
-def check_opd(fork, model, rows):
-    """The ratios are 1.5, 0.5 and 2. Over all completions, it is the reverse KL after each prefix of the student."""
-    logprobs, mask = tensor([[-1.0, -2.0, -9.0], [-3.0, -9.0, -9.0]]), torch.tensor([[1, 1, 0], [1, 0, 0]])
-    advantages = fork.compute_advantages(logprobs, tensor([[-0.5, -4.0, math.nan], [-1.0, math.inf, 0.0]]), mask)
-    assert advantages.tolist() == [[0.5, -2.0, 0.0], [2.0, 0.0, 0.0]]
-    ratios, advantages = tensor([[1.5, 0.5, 7.0], [2.0, 7.0, 7.0]]), advantages + 5 * (1 - mask)
-    logprobs.requires_grad_()
-    loss, _ = loss_of(fork, logprobs, logprobs.detach() - ratios.log(), advantages, mask)
-    loss.backward()
-    assert loss.item() == pytest.approx(-(0.5 * 1.5 - 2 * 0.5 + 2 * 2.0), rel=1e-12)
-    torch.testing.assert_close(logprobs.grad, -ratios * advantages * mask, rtol=1e-12, atol=1e-15)
-    with torch.no_grad():
-        teacher = build_model("llama", vocab_size=VOCAB_SIZE, scale=3.0)
-        teacher_logprobs, _ = fork.token_logprobs(teacher, *rows["inputs"], TEMPERATURE)
-        teachers = torch.cat([next_logprobs(teacher, row) for row in zip(*rows["inputs"])])  # (N, V)
-    logprobs, _ = fork.token_logprobs(model, *rows["inputs"], TEMPERATURE)
-    students = torch.cat([next_logprobs(model, row) for row in zip(*rows["inputs"])])
-    chances = rows["probabilities"].detach().unsqueeze(1)  # of whole completions; their sums are those of prefixes
-    each = chances.expand_as(rows["mask"])[rows["mask"].bool()]  # (N,)
-    exact = gradient_of(model, (each * (students.exp() * (students - teachers)).sum(1)).sum())
-    advantages = chances * fork.compute_advantages(logprobs.detach(), teacher_logprobs, rows["mask"])
-    loss, _ = loss_of(fork, logprobs, logprobs.detach(), advantages, rows["mask"])
-    assert relative_error(gradient_of(model, loss), exact) < 1e-9
-
-
-def next_logprobs(model, row):
-    """Return the distribution before each token of a completion (n, V), from plain logits."""
-    prompt_ids, prompt_mask, completion_ids, completion_mask = row
-    prompt = prompt_ids[prompt_mask.bool()]
-    ids = torch.cat([prompt, completion_ids[completion_mask.bool()]]).unsqueeze(0)
-    return (model(ids).logits[0, len(prompt) - 1 : -1] / TEMPERATURE).log_softmax(-1)
+def check_gdpo(fork, *_):
+    """Of the page's group of four, one is right and two others have the format. Then come TRL's numbers."""
+    right, format = tensor([1, 0, 0, 0]), tensor([0, 1, 1, 0])
+    sums = (right - 0.25) / (0.5 + 1e-4) + (format - 0.5) / (1 / 3**0.5 + 1e-4)
+    expected = sums / ((sums.square().sum().item() / 3) ** 0.5 + 1e-4)
+    parts = [{"right": a, "format": b} for a, b in zip(right.tolist(), format.tolist())]
+    torch.testing.assert_close(fork.compute_advantages(parts, 4), expected, rtol=1e-12, atol=0)
+    both = expected, grpo.compute_advantages(right + format, 4)
+    shown = [0.69, 0.40, 0.40, -1.49], [0.50, 0.50, 0.50, -1.50]  # in the page's table
+    torch.testing.assert_close(both, (tensor(shown[0]), tensor(shown[1])), rtol=0, atol=0.005)
+    for case in read_oracle("gdpo_trl"):
+        groups = tensor(case["inputs"]["rewards"])  # (B/G, G, K)
+        scores = [dict(enumerate(parts)) for group in groups.tolist() for parts in group]
+        found = fork.compute_advantages(scores, groups.shape[1])
+        torch.testing.assert_close(found, tensor(case["outputs"]["advantages"]), rtol=1e-7, atol=1e-7)
+        assert (found.view(groups.shape[:2])[(groups == groups[:, :1]).all(2).all(1)] == 0).all()
+    numbers = [0.1, 0.1, 0.1, 1, 0, 0]  # the mean of the first three is not 0.1, but 0.10000000000000002
+    found = fork.compute_advantages(numbers, 3).tolist()
+    assert found[:3] == [0, 0, 0] and found == fork.compute_advantages([{"a": x} for x in numbers], 3).tolist()
 
 
 def results_of(fork, inputs, *settings):
@@ -189,7 +180,7 @@ def check_simpo(fork, *_):
 
 
 CHECKS = {name: globals()[f"check_{name}"] for name in SCRIPTS}
-KL = "teacher_logprobs - logprobs, 0.0)"
+GROUP_STD, WHITEN = "groups.std(1, keepdim=True)", "return advantages / (math.sqrt(squares / (count - 1)) + 1e-4)"
 MOVED = "advantages.sign() * moved"
 WRONG = {  # {fork: {mistake in its loss: (old text, new text)}}
     "maxrl": {
@@ -211,14 +202,16 @@ WRONG = {  # {fork: {mistake in its loss: (old text, new text)}}
         "a sum in place of the mean": ("(token_loss.sum(1) / lengths).sum()", "token_loss.sum()"),
         "the wrong sign": ("-ratio * advantages", "ratio * advantages"),
     },
-    "opd": {
-        "the wrong sign": (KL, "logprobs - teacher_logprobs, 0.0)"),
-        "the teacher alone": (KL, "teacher_logprobs, 0.0)"),
-        "the forward KL": (KL, "(teacher_logprobs - logprobs).exp(), 0.0)"),
-        "a completion's sum for every token": (KL, f"{KL}.sum(1, keepdim=True) * completion_mask"),
-        "a mean in place of the sum": ("token_loss, 0.0).sum()", "token_loss, 0.0).mean()"),
-        "padding counts": ("torch.where(mask, weight * token_loss, 0.0)", "(weight * token_loss)"),
-        "no ratio": ("-ratio * advantages", "-advantages * logprobs"),
+    "gdpo": {
+        "the parts are added up first": ("dtype=float).to_numpy()", "dtype=float).sum(axis=1).to_frame().to_numpy()"),
+        "the first part alone": (".sum(2)", "[:, :, 0]"),
+        "the std of all groups": (GROUP_STD, "groups.std((0, 1), keepdim=True)"),
+        "not divided by the group's std": (f"({GROUP_STD} + 1e-4)", "1"),
+        "not divided by the batch's std": (WHITEN, "return advantages"),
+        "the batch's std with divisor B": ("(count - 1)", "count"),
+        "the batch's mean is subtracted": (WHITEN, WHITEN.replace("advantages", "(advantages - advantages.mean())")),
+        "rounding": ("torch.where(equal, 0.0, advantages)", "advantages"),
+        "the wrong sign": ("centred = groups -", "centred = -groups +"),
     },
     "ipo": {
         "twice the target": ("(margins - 0.5)", "(margins - 1.0)"),
@@ -241,11 +234,13 @@ WRONG = {  # {fork: {mistake in its loss: (old text, new text)}}
 
 
 @each_fork
+@pytest.mark.usefixtures("alone")
 def test_loss_by_hand_and_exact_gradient(name, forks, model, rows):
     CHECKS[name](forks[name], model, rows)
 
 
 @pytest.mark.parametrize("name, mistake", [(name, mistake) for name in WRONG for mistake in WRONG[name]])
+@pytest.mark.usefixtures("alone")
 def test_a_wrong_loss_is_caught(name, mistake, folder, tmp_path, model, rows):
     source, (old, new) = (folder / f"my_{name}.py").read_text(encoding="utf-8"), WRONG[name][mistake]
     assert source.count(old) == 1
@@ -284,20 +279,50 @@ def test_forks_of_grpo_train(name, forks, tmp_path):
     assert calls and all(line["policy/approx_kl"] > 0 and "policy/ref_kl" in line for line in lines[1:])
 
 
-def test_the_student_learns_from_the_teacher_and_counts_tokens(forks, tmp_path):
-    teacher = str(ROOT / "models" / "long")
-    names = "compute_logprobs", "accumulate_gradients"
-    lines, lookups, calls = train(forks["opd"], tmp_path / "run", *names, teacher=teacher, **ONLINE)
-    for (given, own), (other, teachers), (update, _) in zip(lookups[::2], lookups[1::2], calls[::2]):
-        assert all(weight.requires_grad for weight in given[0].parameters())
-        assert not any(weight.requires_grad for weight in other[0].parameters())
-        mask = update[1]["completion_mask"].bool()
-        assert torch.equal(update[1]["advantages"][mask], (teachers - own)[mask]) and (teachers != own)[mask].any()
-        assert update[1]["old_logprobs"] is own
-    tokens = [given[1]["completion_mask"][given[2]].sum().item() for given, _ in calls]
-    assert [given[3] for given, _ in calls] == tokens and len(calls) == 4
-    assert all(line["loss/policy"] > 0 for line in lines[1:])  # with a ratio of 1, it estimates the reverse KL
-    assert not any("clip" in key or "cap" in key or "ref_kl" in key for key in lines[-1])
+def test_gdpo_trains_on_parts_and_leaves_out_completions_of_advantage_0(forks, tmp_path, monkeypatch):
+    fork = forks["gdpo"]
+
+    def score_completions(texts, rows):
+        pairs = zip(texts, rows)
+        return [{"right": fork.is_correct(text, row["answer"]), "even": len(text) % 2 == 0} for text, row in pairs]
+
+    monkeypatch.setattr(fork, "score_completions", score_completions)
+    names = "compute_advantages", "accumulate_gradients"
+    lines, calls, updates = train(fork, tmp_path / "run", *names, kl_coef=0.0, **ONLINE)
+    for ((scores, group_size), advantages), line in zip(calls, lines[1:], strict=True):
+        assert group_size == 4 and advantages.any()
+        for part in ("right", "even"):
+            assert line[f"reward/{part}"] == statistics.mean(score[part] for score in scores)
+    for (_, advantages), pair in zip(calls, zip(updates[::2], updates[1::2]), strict=True):
+        assert all(torch.equal(given[1]["advantages"], advantages.float()) for given, _ in pair)
+        used = torch.cat([given[2] for given, _ in pair]).sort().values
+        assert torch.equal(used, advantages.nonzero().flatten()) and len(used) < len(advantages)
+
+
+RANKS = """
+import json, sys
+from pathlib import Path
+folder, scores = Path(sys.argv[1]), json.loads(sys.argv[2])
+sys.path.insert(0, str(folder))
+import my_gdpo
+my_gdpo.init_ranks()
+scores = scores[:8] if my_gdpo.RANK == 0 else scores[8:]
+Path(f"{my_gdpo.RANK}.json").write_text(json.dumps(my_gdpo.compute_advantages(scores, 4).tolist()))
+my_gdpo.dist.destroy_process_group()
+"""
+
+
+@pytest.mark.usefixtures("alone")
+def test_gdpo_divides_by_the_standard_deviation_over_all_ranks(forks, folder, tmp_path, monkeypatch):
+    """One rank has two groups, the other has one."""
+    monkeypatch.chdir(tmp_path)
+    Path("ranks.py").write_text(RANKS)
+    rights = [1, 0, 0, 0, 1, 1, 1, 1, 0, 1, 1, 0]
+    scores = [{"right": right, "even": i % 3 == 0} for i, right in enumerate(rights)]
+    run_on_ranks(tmp_path / "ranks.py", folder, json.dumps(scores))
+    found = [x for rank in (0, 1) for x in json.loads(Path(f"{rank}.json").read_text())]
+    assert found == pytest.approx(forks["gdpo"].compute_advantages(scores, 4).tolist(), rel=1e-12)
+    assert found[:8] != pytest.approx(forks["gdpo"].compute_advantages(scores[:8], 4).tolist(), rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["ipo", "simpo"])

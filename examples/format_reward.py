@@ -1,12 +1,12 @@
-"""Run grpo.py with the rewards of R1-Zero: a weighted sum of accuracy and format, both checked by rules.
+"""Run grpo.py with the rewards of R1-Zero: accuracy and format, both checked by rules.
 
     python examples/format_reward.py
     python examples/format_reward.py --model Qwen/Qwen2.5-0.5B --dataset openai/gsm8k:main --system-prompt \
         "Think between <think> and </think>, and then put your final answer within \\boxed{}."
 
-It takes the flags of grpo.py. A completion has the format if it is one thought between <think> and </think>, followed
-by something else. The script prints accuracy, format and reward for every rollout and every greedy evaluation, as means
-over its completions. eval/accuracy and pass@k only count is_correct.
+It takes the flags of grpo.py. A right answer earns 0.8, and the format 0.2. A completion has the format if it is one
+thought between <think> and </think>, followed by something else. metrics.jsonl has the mean of each part, such as
+reward/format and eval/reward/format. eval/accuracy and pass@k only count is_correct.
 
 DeepSeek-AI, "DeepSeek-R1: Incentivizing Reasoning Capability in LLMs via Reinforcement Learning" (2025), section 2.2.2
 https://arxiv.org/abs/2501.12948v1. The paper starts from a base model and does not say how it weights the two rewards.
@@ -17,8 +17,6 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from tqdm import tqdm
 
 import grpo
 
@@ -31,14 +29,12 @@ def has_format(completion):
 
 
 def score_completions(completions, rows, accuracy_weight=0.8, format_weight=0.2):
-    """Return the rewards, and print the means of accuracy, format and reward over this process's completions."""
-    right = [grpo.is_correct(completion, row["answer"]) for completion, row in zip(completions, rows)]
-    formatted = [has_format(completion) for completion in completions]
-    rewards = [accuracy_weight * one + format_weight * other for one, other in zip(right, formatted)]
-    accuracy, form, reward = (sum(values) / len(completions) for values in (right, formatted, rewards))
-    if grpo.RANK == 0:
-        tqdm.write(f"accuracy {accuracy:.3f}, format {form:.3f}, reward {reward:.3f} of {len(completions)} completions")
-    return rewards
+    """Return the reward of each completion as two weighted parts; the reward is their sum."""
+    scores = []
+    for completion, row in zip(completions, rows):
+        right = grpo.is_correct(completion, row["answer"])
+        scores.append({"accuracy": accuracy_weight * right, "format": format_weight * has_format(completion)})
+    return scores
 
 
 grpo.score_completions = score_completions

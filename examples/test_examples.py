@@ -181,18 +181,18 @@ FORMS = {
 }
 
 
-def test_the_reward_is_the_weighted_sum_of_accuracy_and_format(capsys):
-    rewards = format_reward.score_completions([*FORMS], [{"answer": "2"}] * len(FORMS))
-    assert rewards == pytest.approx([0.8 * right + 0.2 * form for right, form in FORMS.values()])
-    said = f"accuracy {5 / 9:.3f}, format {3 / 9:.3f}, reward {0.8 * 5 / 9 + 0.2 * 3 / 9:.3f} of 9 completions\n"
-    assert capsys.readouterr().out == said
+def test_the_parts_of_the_reward_are_accuracy_and_format_with_their_weights():
+    scores = format_reward.score_completions([*FORMS], [{"answer": "2"}] * len(FORMS))
+    assert scores == [{"accuracy": 0.8 * right, "format": 0.2 * form} for right, form in FORMS.values()]
+    rewards, _ = grpo.sum_parts(scores, [*FORMS], "reward")
+    assert rewards == [0.8 * right + 0.2 * form for right, form in FORMS.values()]
 
 
-def test_its_runs_log_accuracy_by_the_rule_and_go_on():
+def test_its_runs_log_accuracy_by_the_rule_and_both_parts_and_go_on():
     """The script takes the flags of grpo.py."""
     flags = "--dataset sums --eval-prompts 4 --num-steps 1"
     for words in (f"{flags} {GRPO} --run-dir runs/a", "--resume runs/a --num-steps 2"):
-        assert "of 4 completions\n" in run_file(ROOT / "examples" / "format_reward.py", *words.split())
+        assert "reward/accuracy " in run_file(ROOT / "examples" / "format_reward.py", *words.split())
     assert len(logged("a")) == 3
     samples = read_jsonl("runs/a/eval_samples.jsonl")
     for line in logged("a")[::2]:
@@ -200,7 +200,12 @@ def test_its_runs_log_accuracy_by_the_rule_and_go_on():
         right = [grpo.is_correct(sample["completion"], sample["answer"]) for sample in own]
         form = [format_reward.has_format(sample["completion"]) for sample in own]
         assert line["eval/accuracy"] == sum(right) / 4
+        assert line["eval/reward/accuracy"] == pytest.approx(0.8 * sum(right) / 4)
+        assert line["eval/reward/format"] == pytest.approx(0.2 * sum(form) / 4)
         assert line["eval/reward"] == pytest.approx((0.8 * sum(right) + 0.2 * sum(form)) / 4)
+    for line in logged("a")[1:]:
+        parts = line["reward/accuracy"] + line["reward/format"]
+        assert line["reward/mean"] == pytest.approx(parts) and parts > 0
 
 
 # ---- one sentence

@@ -12,12 +12,13 @@ from tiny import PROMPTS, TINY, build_model, parse
 from tiny import SCRIPTS as ONLINE
 from transformers import AutoTokenizer
 
+import gkd
 import grpo
 import grpo_process
 import ppo_rlhf
 import sft
 
-SCRIPTS = ONLINE | {"grpo_process": grpo_process, "ppo_rlhf": ppo_rlhf, "sft": sft}
+SCRIPTS = ONLINE | {"grpo_process": grpo_process, "ppo_rlhf": ppo_rlhf, "gkd": gkd, "sft": sft}
 NUM_STEPS, ROWS_PER_STEP, GROUP_SIZE = 2, 4, 4
 # One prompt for all, so that what is sampled differs by random numbers alone; the answers name the rows.
 ROWS = [{"prompt": "12+34=", "answer": str(i), "completion": str(i)} for i in range(1, 11)]
@@ -45,6 +46,10 @@ def run(name, folder):
         divisors.append([float(divisor), mask[indices].sum().item()])
         return accumulate(policy, batch, indices, divisor, *rest)
 
+    def recorded_accumulate_gkd(policy, teacher, batch, divisor, *rest):
+        divisors.append([float(divisor), batch["completion_mask"].sum().item()])
+        return accumulate(policy, teacher, batch, divisor, *rest)
+
     def recorded_accumulate_sft(policy, rows, divisor, *rest):
         completions = [row["completion_ids"] for row in rows]
         divisors.append([float(divisor), sum(map(len, completions))])
@@ -53,13 +58,13 @@ def run(name, folder):
 
     def recorded_sample(policy, tokenizer, prompts, *rest):
         draws = torch.rand(3, generator=torch.Generator().set_state(torch.get_rng_state())).tolist()
-        answers = [prompt["answer"] for prompt in prompts[:: 1 if name == "ppo_rlhf" else GROUP_SIZE]]
+        answers = [prompt["answer"] for prompt in prompts[:: 1 if name in ("ppo_rlhf", "gkd") else GROUP_SIZE]]
         rollouts.append({"draws": draws, "answers": answers})
         return sample_completions(policy, tokenizer, prompts, *rest)
 
     script.accumulate_gradients = recorded_accumulate_sft
     if name != "sft":
-        script.accumulate_gradients = recorded_accumulate
+        script.accumulate_gradients = recorded_accumulate_gkd if name == "gkd" else recorded_accumulate
         sample_completions = script.sample_completions
         script.sample_completions = recorded_sample
     script.reward_fn = lambda text, _answer: float(sum(text.encode()) % 2)

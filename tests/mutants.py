@@ -30,9 +30,10 @@ NAMES = {"TOKENWISE": "grpo dr_grpo dapo grpo_process grpo_tools"}
 NAMES["CLIPPED"] = NAMES["TOKENWISE"] + " gspo"
 NAMES["OLD"] = NAMES["CLIPPED"] + " cispo"  # those with log-probabilities of an older policy
 NAMES["ONLINE"] = NAMES["OLD"] + " reinforce"
-NAMES["SAMPLED"] = NAMES["ONLINE"] + " ppo_rlhf"
+NAMES["REWARDED"] = NAMES["ONLINE"] + " ppo_rlhf"
+NAMES["SAMPLED"] = NAMES["REWARDED"] + " gkd"
 NAMES["LOGPROBS"] = NAMES["ONLINE"] + " dpo ppo_rlhf sft"
-NAMES["ALL"] = NAMES["LOGPROBS"] + " reward_model"
+NAMES["ALL"] = NAMES["LOGPROBS"] + " reward_model gkd"
 NAMES["OF_ONE_TOKEN"] = (
     "test_logprobs.py::test_token_weights_are_exact_for_one_token_and_reduce_the_error_of_longer_completions"
 )

@@ -18,6 +18,7 @@ from tiny import (
 )
 from two_ranks import CASES, SHARES, run, take
 
+import gkd
 import grpo
 import reinforce
 
@@ -140,9 +141,9 @@ TOLERANCES |= {"bfloat16": 0.02, "adapters in bfloat16": 0.02}
 
 
 @pytest.mark.parametrize("case, tolerance", TOLERANCES.items())
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", [*SCRIPTS, "gkd"])
 def test_two_ranks_have_the_gradient_and_metrics_of_one(results, name, case, tolerance):
-    alone = run(SCRIPTS[name], *CASES[case])
+    alone = run((SCRIPTS | {"gkd": gkd})[name], *CASES[case])
     for rank in results:
         found = rank[name, case]
         assert relative_error(found["gradient"], alone["gradient"]) < tolerance

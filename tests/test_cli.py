@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import dapo
 import dpo
+import gkd
 import grpo
 import grpo_process
 import ppo_rlhf
@@ -26,7 +27,7 @@ import reward_model
 import sft
 
 SCRIPTS = [*OF_COMPLETIONS.values(), grpo_process]
-HELPED = [*SCRIPTS, reward_model, dpo, ppo_rlhf, sft]
+HELPED = [*SCRIPTS, reward_model, dpo, ppo_rlhf, gkd, sft]
 SMALL = {"num_steps": 1, "prompts_per_step": 2, "group_size": 2, "minibatch_size": 2, "max_completion_length": 4}
 SMALL |= {"eval_prompts": 2}
 
@@ -121,6 +122,7 @@ def test_paths_become_absolute_and_names_stay(folder):
     shutil.copytree(TINY, "scorer")
     args = parse(ppo_rlhf, reward_model="scorer", ptx_dataset="sums.jsonl")
     assert (args.reward_model, args.ptx_dataset) == (str(folder / "scorer"), str(folder / "sums.jsonl"))
+    assert parse(gkd, teacher="scorer").teacher == args.reward_model
     args = parse(ppo_rlhf, reward_model="none")
     assert (args.reward_model, args.ptx_dataset) == ("none", "")
 

@@ -28,6 +28,7 @@ FLAGS = {
     "reinforce": f"{SAMPLED} --group-size 4",
     "dapo": f"{GROUPS} --max-rounds 2",
     "ppo_rlhf": f"{SAMPLED} --minibatch-size 2",
+    "gkd": SAMPLED,
     **dict.fromkeys(("sft", "dpo", "reward_model"), f"{SHORT} --minibatch-size 8"),
 }
 FEW_SAMPLES = f"""import sys
@@ -100,7 +101,9 @@ def numbers_of(run):
     return lines
 
 
-@pytest.mark.parametrize("script, steps", [("grpo", 3), ("dapo", 2), ("ppo_rlhf", 3), ("dpo", 2), ("sft", 2)])
+@pytest.mark.parametrize(
+    "script, steps", [("grpo", 3), ("dapo", 2), ("ppo_rlhf", 3), ("gkd", 2), ("dpo", 2), ("sft", 2)]
+)
 def test_a_run_in_bfloat16_trains_evaluates_saves_and_resumes(device, script, steps, tmp_path):
     """bfloat16 is what the device makes of auto. All that differs elsewhere runs in float32, below."""
     run = tmp_path / "run"
@@ -133,7 +136,7 @@ def test_other_settings(device, name, tmp_path):
     assert [line["step"] for line in numbers_of(tmp_path / "run")] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("script, precision", [("dapo", "float32"), ("ppo_rlhf", "auto")])
+@pytest.mark.parametrize("script, precision", [("dapo", "float32"), ("ppo_rlhf", "auto"), ("gkd", "auto")])
 def test_two_ranks(device, script, precision, tmp_path):
     run, file = tmp_path / "run", file_of(script, tmp_path)
     flags = [*flags_of(script, tmp_path), "--precision", precision, "--run-dir", run]

@@ -42,6 +42,7 @@ from transformers import (
 )
 
 import dpo
+import gkd
 import grpo
 import models
 import ppo_rlhf
@@ -363,7 +364,7 @@ def test_checkpoints_are_ordinary_folders_of_one_dtype(kind, precision, toleranc
         assert relative_error(logprobs_of(loaded, batch), after) < tolerance
 
 
-@pytest.mark.parametrize("script", [*SCRIPTS.values(), dpo, sft, ppo_rlhf, reward_model])
+@pytest.mark.parametrize("script", [*SCRIPTS.values(), dpo, sft, ppo_rlhf, gkd, reward_model])
 def test_training_moves_what_adapters_reach_and_nothing_else(script, tmp_path, monkeypatch):
     monkeypatch.setattr(ppo_rlhf, "NORM_SAMPLES", 16)
     settings = {"num_steps": 2, "save_every": 2, "eval_prompts": 0, "lora_rank": 2}

@@ -23,6 +23,7 @@ SHORT = "--num-steps 6 --eval-prompts 4 --eval-every 3 --save-every 2 --warmup-s
 GROUPS = [*SHORT, *"--prompts-per-step 4 --group-size 4 --max-completion-length 16".split()]
 GRPO = [*GROUPS, "--minibatch-size", "8"]
 FLAGS = {"reinforce": GROUPS, "sft": [*SHORT, "--minibatch-size", "8"]}
+FLAGS["gkd"] = [*SHORT, *"--prompts-per-step 8 --max-completion-length 16".split()]
 ADAPTERS = ["--lora-rank", "2", "--precision", "bfloat16"]
 
 
@@ -64,7 +65,7 @@ def test_killed_and_resumed_run_is_bit_identical(tmp_path):
     assert_same_run(run, tmp_path / "reference")
 
 
-@pytest.mark.parametrize("script", ["reinforce", "dr_grpo", "dapo", "gspo", "sft"])
+@pytest.mark.parametrize("script", ["reinforce", "dr_grpo", "dapo", "gspo", "gkd", "sft"])
 def test_run_killed_once_and_resumed_is_bit_identical(script, tmp_path, monkeypatch):
     kill_at_call = "5" if script in FLAGS else "10"  # one optimizer step, or two, for each step
     flags = flags_of(script, tmp_path)

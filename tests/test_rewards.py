@@ -15,7 +15,10 @@ from helpers import train
 from tiny import ROOT, SCRIPTS, read_jsonl, write_jsonl
 
 import dr_grpo
+import gkd
 import grpo
+import grpo_process
+import ppo_rlhf
 
 DATA = ROOT / "tests" / "data"
 REFUSED_RIGHT_ANSWERS = 28  # of 74: phrases, units, algebra and the like, which a strict verifier leaves alone
@@ -261,12 +264,13 @@ NUMBERS = [numpy.array([0.5, 2.0]), torch.tensor([0.5, 2.0]), (0.5, 2), [torch.t
 
 @pytest.mark.parametrize("rewards", NUMBERS)
 def test_numbers_of_any_kind_become_floats(rewards):
-    found = grpo.check_rewards(rewards, ["x", "y"])
-    assert found == [0.5, 2.0]
+    found, means = grpo.sum_parts(rewards, ["x", "y"], "reward")
+    assert found == [0.5, 2.0] and means == {}
     assert {type(reward) for reward in found} == {float}
 
 
-WRONG = [([0.5, value], f"it is {value} for the completion 'y\\n'") for value in (None, math.nan, math.inf, -math.inf)]
+WRONG = [([0.5, value], f"it is {value} for the completion 'y\\n'") for value in (math.nan, math.inf, -math.inf)]
+WRONG += [([0.5, None], "it is nan for the completion 'y\\n'"), ([None, 0.5], "it is nan for the completion 'x'")]
 WRONG += [([0.5] * count, f"there are {count} rewards for 2 completions") for count in (0, 1, 3)]
 WRONG += [(torch.tensor([0.5, math.nan]), "it is nan for the completion 'y\\n'")]
 
@@ -274,8 +278,58 @@ WRONG += [(torch.tensor([0.5, math.nan]), "it is nan for the completion 'y\\n'")
 @pytest.mark.parametrize("rewards, message", WRONG)
 def test_a_number_for_each_completion_is_asked_for_in_one_line(rewards, message):
     with pytest.raises(SystemExit) as error:
-        grpo.check_rewards(rewards, ["x", "y\n"])
-    assert str(error.value).endswith(message) and "\n" not in str(error.value)
+        grpo.sum_parts(rewards, ["x", "y\n"], "reward")
+    start = "" if message.startswith("there") else "a reward must be a finite number, but "
+    assert str(error.value) == start + message and "\n" not in str(error.value)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_reward_is_the_sum_of_its_parts_and_their_means_are_logged_by_name():
+    scores = [{"right": 1.0, "format": 0.25}, {"right": 0.0, "format": 0.5}, {"format": -2.0, "right": 1.0}]
+    rewards, means = grpo.sum_parts(scores, ["x", "y", "z"], "eval/reward")
+    assert rewards == [1.25, 0.5, -1.0] and {type(reward) for reward in rewards} == {float}
+    assert means == {"eval/reward/right": (2.0, 3), "eval/reward/format": (-1.25, 3)}
+    assert grpo.mean_metrics([means]) == {"eval/reward/right": 2 / 3, "eval/reward/format": -1.25 / 3}
+
+
+@pytest.mark.parametrize("kind", [int, bool, float, numpy.float32, numpy.bool_, torch.tensor])
+def test_parts_may_be_numbers_of_any_kind(kind):
+    scores = [{"right": kind(1), "format": 0.5}, {"right": kind(0), "format": 2}]
+    rewards, means = grpo.sum_parts(scores, ["x", "y"], "reward")
+    assert rewards == [1.5, 2.0] and {type(reward) for reward in rewards} == {float}
+    assert means == {"reward/right": (1.0, 2), "reward/format": (2.5, 2)}
+
+
+def test_means_have_one_order_whatever_order_the_parts_have():
+    """Ranks add metrics up by their places, and a judge's parts may come in any order."""
+    for scores in ([{"b": 1.0, "a": 2.0}], [{"a": 2.0, "b": 1.0}]):
+        assert [*grpo.sum_parts(scores, ["x"], "reward")[1].items()] == [("reward/a", (2, 1)), ("reward/b", (1, 1))]
+
+
+FULL = {"right": 1.0, "format": 0.5}
+WRONG_PARTS = [
+    ([{"right": 1.0}, FULL], "format", "nan", "x"),  # the first completion lacks a part
+    ([FULL, {"right": 1.0}], "format", "nan", "y\n"),
+    ([FULL, {}], "format", "nan", "y\n"),
+    ([FULL, {"format": 0.5, "wrong": 1.0}], "right", "nan", "y\n"),
+    ([FULL, FULL | {"format": None}], "format", "nan", "y\n"),
+    ([FULL | {"right": None}, FULL], "right", "nan", "x"),
+    ([FULL, FULL | {"right": torch.tensor(math.nan)}], "right", "nan", "y\n"),
+    ([FULL, FULL | {"right": math.inf}], "right", "inf", "y\n"),
+    ([FULL, FULL | {"right": -math.inf, "format": math.inf}], "format", "inf", "y\n"),  # their sum is no number
+]
+
+
+@pytest.mark.parametrize("scores, name, value, text", WRONG_PARTS)
+def test_a_part_that_is_missing_or_not_finite_is_named_with_its_completion(scores, name, value, text):
+    with pytest.raises(SystemExit) as error:
+        grpo.sum_parts(scores, ["x", "y\n"], "reward")
+    assert str(error.value) == f"{name} must be a finite number, but it is {value} for the completion {text!r}"
+
+
+def test_there_must_be_parts_for_each_completion():
+    with pytest.raises(SystemExit, match="^there are 1 rewards for 2 completions$"):
+        grpo.sum_parts([FULL], ["x", "y"], "reward")
 
 
 # Without held-out prompts the first rewards are those of a rollout.
@@ -305,6 +359,72 @@ def test_completions_are_scored_as_a_batch_with_all_columns_of_their_rows(script
     assert {*before, *rollout} <= given
     for first in range(0, 16, 4):  # those of one prompt are adjacent
         assert len({*rollout[first : first + 4]}) == 1
+
+
+def score_in_parts(text):
+    """Parts whose sums are exact, in an order of their own and of several types."""
+    right = len(text) % 2
+    if right:
+        return {"right": True, "format": torch.tensor(len(text) % 3 / 4)}
+    return {"format": len(text) % 3 / 4, "right": numpy.int64(0)}
+
+
+def own_metrics(lines):
+    return [{name: value for name, value in line.items() if name[:5] != "perf/"} for line in lines]
+
+
+SCORED = SCRIPTS | {"grpo_process": grpo_process, "ppo_rlhf": ppo_rlhf, "gkd": gkd}
+
+
+@pytest.mark.parametrize("script", SCORED.values(), ids=SCORED)
+@pytest.mark.usefixtures("alone")
+def test_a_reward_in_parts_trains_as_its_sum_does_and_its_parts_are_logged(script, tmp_path, monkeypatch, capsys):
+    scored = []  # a list for each evaluation and rollout
+
+    def score_completions(texts, _rows):
+        scored.append([score_in_parts(text) for text in texts])
+        return scored[-1]
+
+    (tmp_path / "parts").mkdir()
+    monkeypatch.setattr(script, "score_completions", score_completions)
+    lines = own_metrics(small_run(script, tmp_path / "parts", reward_model="none"))
+    printed = capsys.readouterr().out
+    floats = [[{name: float(value) for name, value in parts.items()} for parts in batch] for batch in scored]
+    sums = [[sum(parts.values()) for parts in batch] for batch in floats]
+    means = [(lines[0], "eval/reward", "eval/reward", 0), (lines[1], "eval/reward", "eval/reward", -1)]
+    means += [(lines[1], "reward", "reward/mean", 1)] * (script is not gkd)  # its training uses no reward
+    for line, prefix, mean, batch in means:
+        count = len(floats[batch])
+        for name in ("right", "format"):
+            assert line.pop(f"{prefix}/{name}", None) == sum(parts[name] for parts in floats[batch]) / count
+        assert line[mean] == sum(sums[batch]) / count
+    assert not any(name.endswith(("/right", "/format")) for line in lines for name in line)
+
+    samples, evaluated = (read_jsonl(tmp_path / f"parts/run/{name}.jsonl") for name in ("samples", "eval_samples"))
+    if script is ppo_rlhf:  # its samples have scores, which differ from rewards by the penalty for a missing stop token
+        assert all(type(score) is float for score in [*samples[0]["scores"], *(row["score"] for row in evaluated)])
+    else:
+        assert [row["reward"] for row in evaluated] == floats[0] + floats[-1]
+    if script not in (ppo_rlhf, gkd):
+        assert samples[0]["rewards"] == floats[1][:4]
+        assert all(f"{parts}  " in printed for parts in scored[1][:4])
+
+    # the same run with the sums
+    (tmp_path / "sums").mkdir()
+    monkeypatch.setattr(script, "score_completions", lambda *_: sums.pop(0))
+    assert own_metrics(small_run(script, tmp_path / "sums", reward_model="none")) == lines
+    plain = read_jsonl(tmp_path / "sums/run/samples.jsonl")
+    assert [row["completions"] for row in plain] == [row["completions"] for row in samples]
+
+
+@pytest.mark.parametrize("eval_prompts", [4, 0])
+@pytest.mark.usefixtures("alone")
+def test_a_part_that_is_missing_ends_the_run_before_it_trains(eval_prompts, monkeypatch, tmp_path):
+    scores = [{"right": 1.0, "format": 0.5}, {"right": 1.0}]
+    monkeypatch.setattr(grpo, "score_completions", lambda texts, _: scores * (len(texts) // 2))
+    with pytest.raises(SystemExit, match="^format must be a finite number, but it is nan for the completion '"):
+        small_run(grpo, tmp_path, eval_prompts=eval_prompts)
+    assert not (tmp_path / "run" / "checkpoint").exists()
 
 
 def test_a_reward_that_needs_no_answers_needs_no_column_of_them(tmp_path, monkeypatch):

@@ -364,7 +364,10 @@ def test_the_reward_file_of_the_readme_trains_and_can_be_imported(sums, tmp_path
     assert not run.exists() and grpo.reward_fn.__module__ == "grpo"
     runpy.run_path(str(file), run_name="__main__")
     assert settings_of(run)["script"] == "my_reward.py"
-    assert grpo.reward_fn("\\boxed{2}", "2") == pytest.approx(0.5**0.009)
+    assert grpo.reward_fn("<think>1+1=2</think>\\boxed{2}", "2") == {"right": True, "thought": 0.1}
+    assert grpo.reward_fn("\\boxed{3}", "2") == {"right": False, "thought": 0.0}
+    line = read_jsonl(run / "metrics.jsonl")[-1]
+    assert line["reward/mean"] == pytest.approx(line["reward/right"] + line["reward/thought"])
 
 
 def test_weights_and_biases_is_told_each_step_and_only_where_it_is_asked_for(run):

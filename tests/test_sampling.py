@@ -40,7 +40,7 @@ def reward(texts, _rows):
 def evaluate(monkeypatch, tmp_path):
     """Calls a script's evaluate with the rewards above, on every rank; returns its metrics and what each sampled."""
 
-    def call(script, prompts=PROMPTS, world_size=1, **settings):
+    def call(script, prompts=PROMPTS, world_size=1, score=reward, **settings):
         sampled, sums = [], {}
 
         def sample_completions(_policy, _tokenizer, prompts, temperature, _args):
@@ -58,7 +58,7 @@ def evaluate(monkeypatch, tmp_path):
             return sums[values.shape].tolist()
 
         monkeypatch.setattr(script, "sample_completions", sample_completions)
-        monkeypatch.setattr(script, "score_completions", reward)
+        monkeypatch.setattr(script, "score_completions", score)
         monkeypatch.setattr(script, "all_reduce", all_reduce)
         monkeypatch.setattr(script, "WORLD_SIZE", world_size)
         model = SimpleNamespace(device="cpu")
@@ -103,6 +103,21 @@ def test_one_greedy_completion_which_is_kept_and_samples_at_the_temperature_of_t
     assert [row["completion"] for row in rows] == list(map(boxed, GREEDY))
 
 
+@each_script
+def test_parts_of_the_reward_are_means_over_both_ranks(script, evaluate):
+    """Each rank has an order of its own."""
+
+    def reward_in_parts(texts, rows):
+        parts = [{"right": score / 2, "long": 8.0} for score in reward(texts, rows)]
+        if script.RANK == 1:
+            return [{"long": part["long"], "right": part["right"]} for part in parts]
+        return parts
+
+    metrics, _ = evaluate(script, world_size=2, score=reward_in_parts)
+    assert metrics["eval/reward/right"] == pytest.approx(2.25 / 2 / 7) and metrics["eval/reward/long"] == 8
+    assert metrics["eval/reward"] == pytest.approx(2.25 / 2 / 7 + 8)
+
+
 def test_a_thought_is_opened_where_the_prompt_of_the_row_opens_it(monkeypatch):
     """Some templates open one unless the system message says /no_think."""
     tokenizer = make_tokenizer(["<eos>", "<think>", "</think>"], None)
@@ -127,13 +142,16 @@ def test_ranks_share_the_held_out_prompts(script, evaluate):
 def test_the_penalty_is_in_units_of_the_normalised_score(monkeypatch):
     """A reward model's score is normalised first; without one the reward of the rule is the score."""
     monkeypatch.setattr(ppo_rlhf, "compute_scores", lambda *_: torch.tensor([7.0, 3.0, -1.0]))
-    monkeypatch.setattr(ppo_rlhf, "score_completions", lambda *_: [1.0, 0.0, 0.5])
+    rule_scores = [{"right": 1, "short": 0}, {"right": 0, "short": 0.0}, {"right": 0.25, "short": 0.25}]
+    monkeypatch.setattr(ppo_rlhf, "score_completions", lambda *_: rule_scores)
     policy = SimpleNamespace(model=SimpleNamespace(device="cpu"), score_mean=3.0, score_std=4.0)
     policy.normalise = functools.partial(ppo_rlhf.ActorCritic.normalise, policy)
     batch = {"truncated": torch.tensor([False, True, True])}
     args = ppo_rlhf.Args(missing_stop_penalty=2.0)
     for reward_model, scores in (("a model", [1.0, -2.0, -3.0]), (None, [1.0, -2.0, -1.5])):
-        found = ppo_rlhf.score_rollout(policy, reward_model, batch, ["", "", ""], PROMPTS[:3], args)
+        given = policy, reward_model, batch, ["", "", ""], PROMPTS[:3], "eval/reward", args
+        found, part_means = ppo_rlhf.score_rollout(*given)
+        assert part_means == {"eval/reward/right": (1.25, 3), "eval/reward/short": (0.25, 3)}
         assert found["scores"].tolist() == scores
         assert found["rule_rewards"].tolist() == [1.0, 0.0, 0.5]
 

@@ -4,8 +4,10 @@ import sys
 
 import torch
 import torch.distributed as dist
-from tiny import SCRIPTS, build_model, call_accumulate_gradients, make_args, make_batch
+from tiny import SCRIPTS, TINY, add_pairs, build_model, call_accumulate_gradients, make_args, make_batch
+from transformers import AutoTokenizer
 
+import gkd
 import grpo
 
 SHARES = ([0, 1, 2, 3, 4], [5, 6, 7])  # rows of the batch, or pairs, on each rank
@@ -45,7 +47,30 @@ def sum_over_ranks(metrics):
     return dict(zip(metrics, grpo.all_reduce([list(pair) for pair in metrics.values()])))
 
 
+def run_gkd(dtype, precision, lora_rank):
+    """The same of gkd.py, whose teacher has another architecture; each rank has its share of the batch."""
+    torch.set_float32_matmul_precision("highest")
+    args = gkd.Args(temperature=0.7, microbatch_tokens=24, precision=precision, divergence="jsd", teacher=str(TINY))
+    args.max_prompt_length = args.max_completion_length = 8
+    model = build_model("llama", dtype=dtype)
+    if lora_rank:
+        gkd.add_adapters(model, lora_rank)
+    for name, parameter in model.named_parameters():
+        if "lora_b" in name:
+            parameter.data.fill_(0.02)
+    share = SHARES[dist.get_rank()] if dist.get_world_size() > 1 else sum(SHARES, [])
+    batch = take(make_batch(model), share)
+    policy = gkd.prepare_model(gkd.StudentModel(model), args, torch.device("cpu"))
+    load_model, gkd.load_model = gkd.load_model, lambda *_: build_model("qwen3", dtype=dtype, scale=4.0)
+    teacher = gkd.load_teacher(args, AutoTokenizer.from_pretrained(TINY), torch.device("cpu"))
+    gkd.load_model = load_model
+    metrics = add_pairs(gkd.accumulate_gradients(policy, teacher, batch, 8 / dist.get_world_size(), args))
+    return {"gradient": gradient_of_parameters(policy), "metrics": sum_over_ranks(metrics)}
+
+
 def run(script, dtype, live_rows, precision, lora_rank):
+    if script is gkd:
+        return run_gkd(dtype, precision, lora_rank)
     torch.set_float32_matmul_precision("highest")  # use_bfloat16 of another case has set it for the whole process
     args = make_args(script, microbatch_tokens=24, precision=precision)
     model = build_model("llama", dtype=dtype)
@@ -67,7 +92,7 @@ def run(script, dtype, live_rows, precision, lora_rank):
 if __name__ == "__main__":
     grpo.init_ranks()
     results = {}
-    for name, script in SCRIPTS.items():
+    for name, script in (SCRIPTS | {"gkd": gkd}).items():
         for case, settings in CASES.items():
             results[name, case] = run(script, *settings)
     torch.save(results, f"{sys.argv[1]}/{dist.get_rank()}.pt")

@@ -20,11 +20,13 @@ from pygments.lexers import PythonLexer
 from pygments.token import STANDARD_TYPES
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = "reinforce grpo dr_grpo dapo gspo cispo grpo_process grpo_tools ppo_rlhf dpo reward_model sft".split()
+SCRIPTS = "reinforce grpo dr_grpo dapo gspo cispo grpo_process grpo_tools gkd ppo_rlhf dpo reward_model sft".split()
 # Which rows of the tables in docs/side_by_side.md say what a function computes.
 TERMS = {
     "policy_loss": ("objective", "weight of a token", "ratio", "clipping", "KL"),
     "compute_advantages": ("advantage", "groups with equal rewards"),
+    "token_divergence": ("objective",),
+    "distillation_loss": ("weight of a token",),
     "preference_loss": ("objective", "weight of a token", "KL"),
     "main": ("reward R", "updates per rollout", "models in memory"),
 }

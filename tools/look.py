@@ -20,10 +20,10 @@ PAGE = r"""<!doctype html>
   --card: light-dark(#fff, #1d1f23); --soft: light-dark(#6b6d73, #9a9ca3); --rule: light-dark(#e3e3df, #303238) }
 body { margin: 1.4rem; background: light-dark(#f6f6f4, #141518); font: 15px/1.45 system-ui; overflow-wrap: anywhere }
 h1, figure b { font-size: 1.3rem } h1, figure, pre { margin: 0 } i { font-style: normal } #bar * { font: inherit }
-small, figcaption, i, #where { color: var(--soft); font-size: .8rem } article div { flex: 1 }
+small, figcaption, i, #where { color: var(--soft); font-size: .8rem } article div { flex: 1 } #query { flex: 1 1 13rem }
 #settings, #bar, article { display: flex; flex-wrap: wrap; gap: .1rem 1.1rem } #settings b { font-size: .8rem }
 #curves, #list { display: grid; gap: .6rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, var(--w)), 1fr)) }
-#curves { --w: 14.5rem; margin: 1rem 0 } #list { --w: 27rem } #bar { gap: .6rem } #query { flex: 1 1 13rem }
+#curves { --w: 14.5rem; margin: 1rem 0 } #list { --w: 27rem; --mix: var(--soft) } #bar { gap: .6rem }
 figure, article, #bar > * { padding: 9px; border: 1px solid var(--rule); border-radius: .6rem; background: var(--card) }
 svg { width: 100%; height: 4.4rem; margin-top: .5rem; overflow: visible; fill: none; stroke: var(--good) }
 svg * { stroke-width: 1.7; vector-effect: non-scaling-stroke } line { stroke: var(--soft); stroke-dasharray: 2 3 }
@@ -50,7 +50,7 @@ pre { font: 13px/1.6 ui-monospace, Menlo, Consolas, monospace; white-space: pre-
 const $ = (id) => document.getElementById(id), run = JSON.parse($("run").textContent);
 const add = (id, into) => $(into).appendChild($(id).content.firstElementChild.cloneNode(true));
 const write = (node, texts) => { for (const name in texts) node.querySelector(name).textContent = texts[name]; };
-const show = (x) => `${x % 1 ? +x.toPrecision(3) : x}`;
+const show = (x) => (isNaN(x) ? "-" : `${x % 1 ? +x.toPrecision(3) : +x}`);
 const range = (values) => values.reduce(([low, high], x) => [Math.min(low, x), Math.max(high, x)], [1 / 0, -1 / 0]);
 const share = (low, x, high) => (high > low ? (100 * (x - low)) / (high - low) : 50);
 const nearest = (rows, to) => rows.reduce((a, b) => (Math.abs(b.step - to) < Math.abs(a.step - to) ? b : a));
@@ -77,12 +77,16 @@ const charts = run.panels.map(([key, title]) => {
 });
 const point = (to) => charts.forEach((chart) => chart(to));
 
+const scored = (row, score, parts = Object.entries(score ?? NaN)) => ({ // a number, a dictionary of parts, or missing
+  ...row, parts: parts.map(([name, x]) => `${name} ${show(x)}`),
+  value: parts.length ? parts.reduce((sum, [, x]) => sum + +x, 0) : +score });
 const sampled = run.samples.flatMap((row) => row.completions.map((completion, i) => (
-  { ...row, completion, value: (row.scores ?? row.rewards)[i] })));
-const greedy = run.eval_samples.map((row) => ({ ...row, value: row.score ?? row.reward }));
+  scored({ ...row, completion }, (row.scores ?? row.rewards)?.[i]))));
+const greedy = run.eval_samples.map((row) => scored(row, row.score ?? row.reward));
 const kinds = Object.entries({ sampled, "greedy, held out": greedy }).filter(([, rows]) => rows.length);
-const [worst, best] = range([...sampled, ...greedy].map((row) => row.value).concat(0, 1));
+const [worst, best] = range([...sampled, ...greedy].map((row) => row.value).filter(isFinite).concat(0, 1));
 const goodness = (row) => share(worst, row.value, best);
+const verdict = (row) => (isNaN(row.value) ? "" : goodness(row) < 50 ? "wrong" : "right");
 $("kind").append(...kinds.map(([kind], i) => new Option(kind, i)));
 
 function render() {
@@ -91,16 +95,16 @@ function render() {
   const rows = kinds[$("kind").value][1], { step } = nearest(rows, $("step").value);
   const mark = $("mark").value, word = $("query").value.toLowerCase();
   const pool = rows.filter((row) => word || row.step === step);
-  const found = pool.filter((row) => (mark === "all" || (goodness(row) < 50) === (mark === "wrong")) &&
+  const found = pool.filter((row) => ["all", verdict(row)].includes(mark) &&
     `${plain(row.prompt)}\n${row.completion}`.toLowerCase().includes(word));
   const where = word ? "all steps" : `step ${step}`, cut = found.length > 200 ? ", the first 200 shown" : "";
   $("where").textContent = `${where}: ${found.length} of ${pool.length} completions${cut}`;
   $("list").replaceChildren();
   found.slice(0, 200).forEach((row, i) => {
     const card = add("card", "list"), prompt = row.prompt === found[i - 1]?.prompt ? "" : plain(row.prompt);
-    const note = [word && `step ${row.step}`, row.answer && `answer ${row.answer}`].filter(Boolean).join(", ");
-    card.style.setProperty("--mix", `color-mix(in oklab, var(--good) ${goodness(row)}%, var(--bad))`);
-    write(card, { b: show(row.value), small: note, ".prompt": prompt, ".prompt + pre": row.completion });
+    const note = [...row.parts, word && `step ${row.step}`, row.answer && `answer ${row.answer}`].filter(Boolean);
+    card.style.setProperty("--mix", verdict(row) && `color-mix(in oklab, var(--good) ${goodness(row)}%, var(--bad))`);
+    write(card, { b: show(row.value), small: note.join(", "), ".prompt": prompt, ".prompt + pre": row.completion });
   });
 }
 const go = (step) => { $("step").value = step; $("query").value = ""; render(); };
@@ -123,7 +127,7 @@ def gather(folder):
     for name, value in run.args.items():
         if name not in ("script", "run_dir") and str(value) not in ("None", "False", ""):
             settings.append((name, str(value).removeprefix(f"{root}/")))
-    panels = [(key, PANELS[key]) for key in choose_metrics({run.name: [run]})]
+    panels = [(key, PANELS.get(key, key)) for key in choose_metrics({run.name: [run]})]
     rows = {name: read_rows(run.folder / f"{name}.jsonl") for name in ("metrics", "samples", "eval_samples")}
     return {"name": run.name, "settings": settings, "panels": panels} | rows
 

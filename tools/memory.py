@@ -3,6 +3,7 @@
     python tools/memory.py --model Qwen2.5-1.5B --gpu-gb 24
     python tools/memory.py --model path/to/folder --script ppo_rlhf --gradient-checkpointing --microbatch-tokens 4096
     python tools/memory.py --model models/smollm2 --script sft --microbatch-tokens 4096 --cpu-gb 8
+    python tools/memory.py --model Qwen2.5-0.5B --script gkd --teacher Qwen2.5-7B --gpu-gb 48
     python tools/memory.py --model models/tiny --tiny --cpu-gb 2
     python tools/memory.py --write docs/memory.md
 
@@ -23,8 +24,10 @@ Llama and Qwen2, and assume that all prompts and completions have the maximum le
         4 (B + R)         trained model
         8 (B + R)         its AdamW
         4 (B + R)         its gradients, until the last step of an update
-        2 B + 4 R         reference model, and reward model; with adapters the model, once
+        2 B + 4 R         reference, reward model and teacher; with adapters the model, once
         16 r (in + out)   adapters, their AdamW and gradients, for every linear layer of the blocks
+    added on every GPU
+        4 R               the teacher's, if there are several GPUs
     added by the rollout on every GPU
         2 B + 4 R         copy of the policy's weights; with adapters on one GPU, 2 per parameter of the adapters
         4 k L             key-value cache, per token of prompt and completion, in whole blocks of 128 tokens
@@ -34,7 +37,7 @@ Llama and Qwen2, and assume that all prompts and completions have the maximum le
         8 f + 16 h + 4 q + 4 k   activations of a block per token of a microbatch; with adapters 12 h, not 16 h
         4 h                      the same with --gradient-checkpointing; one block at a time needs the row above, too
         LM head                  4 R, four chunks of 2^27 float32 numbers, up to two gradients of the embedding, and
-                                 16 h per token
+                                 16 h per token; with a teacher six chunks, which are of both heads
         8 R                      gradients of R on their way between ranks
         backward of a block      4 R, a gradient of the embedding, 4 f + 6 h per token, 8 per parameter of the block
 """
@@ -68,7 +71,7 @@ SMALL = {"SmolLM2-135M": (576, 1536, 30, 9, 3, 49152, True)}  # measured on a CP
 CARDS = ((1, 24), (1, 48), (1, 80), (1, 141), (2, 24), (8, 80))  # number of GPUs, GB of each
 USABLE = 0.94  # of a GPU's GB; the driver reports about 1.07, but its context and gaps between tensors take the rest
 SCRIPTS = ("grpo", "dr_grpo", "dapo", "gspo", "reinforce", "ppo_rlhf", "dpo", "reward_model", "sft")
-SCRIPTS += ("cispo", "grpo_process", "grpo_tools")
+SCRIPTS += ("cispo", "grpo_process", "grpo_tools", "gkd")
 SETTINGS = {  # flags that affect memory, with the value for scripts that lack the flag
     "precision": "bfloat16",
     "lora_rank": 0,
@@ -114,7 +117,8 @@ def read_settings(script, tiny=False, **given):
     if tiny:
         own |= module.TINY
     settings = SETTINGS | {name: value for name, value in own.items() if name in SETTINGS}
-    return SimpleNamespace(script=script, cpu=False, **settings | {k: v for k, v in given.items() if v is not None})
+    settings |= {name: value for name, value in given.items() if value is not None}
+    return SimpleNamespace(script=script, cpu=False, teacher=None, **settings)
 
 
 def count_model(config, kind=AutoModelForCausalLM):
@@ -166,6 +170,9 @@ def weight_bytes(models, settings, ranks):
             rows["reference"] = frozen / ranks
         if name == "value model":
             rows["reward model"] = frozen / ranks
+    if settings.teacher:  # its head stays gathered
+        rows["teacher"] = (inside * settings.teacher.blocks + 4 * settings.teacher.root) / ranks
+        rows["teacher"] += 4 * settings.teacher.root if ranks > 1 else 0
     return rows, gradients
 
 
@@ -206,8 +213,11 @@ def update_bytes(models, settings, ranks):
         kept += tokens * (inputs if settings.gradient_checkpointing else model.layers * whole)
         gradient = 0 if settings.lora_rank else 4 * model.embedding
         # A chunk of logits, its softmax, and the temporary tensors of the entropy.
-        chunk = 4 * min(LOGITS_AT_ONCE["CPU" if settings.cpu else "GPU"], tokens * model.vocab)
-        head = gradient + max(gradient + 3 * chunk, 4 * chunk) if name == "policy" else gradient
+        vocab, chunks = model.vocab, 4
+        if settings.teacher:  # the logits of both models, and the temporary tensors of their divergence
+            vocab, chunks = vocab + settings.teacher.vocab, 6
+        chunk = 4 * min(LOGITS_AT_ONCE["CPU" if settings.cpu else "GPU"], tokens * vocab)
+        head = gradient + max(gradient + (chunks - 1) * chunk, chunks * chunk) if name == "policy" else gradient
         work.append(gathered + head + 16 * tokens * model.hidden)
         # Gradients outside the blocks: as computed and as sent between ranks, or as sent and as received.
         work.append(0 if settings.lora_rank else 2 * gathered)
@@ -355,6 +365,7 @@ def parse_args():
     names = ", ".join(SHAPES | SMALL)
     parser.add_argument("--model", default="Qwen2.5-0.5B", help=f"{names}, a folder or a hub name (default: the first)")
     parser.add_argument("--script", default="grpo", choices=SCRIPTS, help="name of the script (default: grpo)")
+    parser.add_argument("--teacher", help="the same for the teacher of gkd (default: a model of the student's shape)")
     parser.add_argument("--tiny", action="store_true", help="use the script's settings for the bundled model")
     parser.add_argument(
         "--ranks", type=int, default=1, help="number of GPUs over which torchrun shards the model (default: 1)"
@@ -383,6 +394,8 @@ def main(args):
     settings = read_settings(args.script, args.tiny, **given)
     settings.cpu = args.cpu_gb is not None
     models = count_models(config, args.script)
+    if args.script == "gkd":
+        settings.teacher = count_model(load_config(args.teacher or args.model))
     for name, model in models.items():
         print(f"{name}: {model.blocks / 1e6:.1f} M parameters in its blocks, {model.root / 1e6:.1f} M outside them")
     rows = account(config, settings, args.ranks, models)

@@ -7,7 +7,8 @@ The tool saves the picture to --out, and also shows it if there is a screen. Run
 the seed are drawn as one line, their mean, with a band from the lowest to the highest value. The script is the part of
 a folder's name before the first "__". The band ends at the last step that all of these runs have, and thin lines show
 later values of single runs. With several lines, the picture shows the metrics that at least two lines have, and each
-run's main evaluation, such as eval/accuracy. Below the table, the tool prints the settings that differ.
+run's main evaluation, such as eval/accuracy. If the reward has parts, the picture also shows them, as long as it has at
+most 16 panels. Below the table, the tool prints the settings that differ.
 """
 
 import argparse
@@ -45,6 +46,8 @@ PANELS = EVALUATIONS | {
     "value/explained_variance": "explained variance of the values",
     "optim/grad_norm": "gradient norm",
 }
+NOT_PARTS = ("reward/mean", "reward/zero_std", "reward/trained_mean")  # any other reward/NAME is a part of the reward
+MOST_PANELS = 16
 NOT_LEARNING = ("seed", "run_dir", "resume", "track", "eval_every", "save_every")
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # Okabe and Ito's
 
@@ -121,11 +124,18 @@ def mean_and_band(curves):
 
 
 def choose_metrics(groups):
-    """Choose which of the usual metrics to show."""
-    counts = {key: sum(any(key in run.curves for run in group) for group in groups.values()) for key in PANELS}
+    """Choose which of the usual metrics to show, and parts of the reward if there is room."""
+    found = sorted({key for group in groups.values() for run in group for key in run.curves})
+    counts = {key: sum(any(key in run.curves for run in group) for group in groups.values()) for key in found}
     mains = {next((key for key in EVALUATIONS if key in run.curves), "") for group in groups.values() for run in group}
-    shared = [key for key in PANELS if counts[key] >= min(2, len(groups)) and key != "eval/reward"]  # mostly accuracy
-    return [key for key in PANELS if key in mains or key in shared]
+    shared = [key for key in found if counts[key] >= min(2, len(groups)) and key != "eval/reward"]  # mostly accuracy
+    chosen = [key for key in PANELS if key in mains or key in shared]
+    parts = [key for key in shared if key.startswith("reward/") and key not in NOT_PARTS]
+    parts += [key for key in shared if key.startswith("eval/reward/")]
+    parts = parts[: max(0, MOST_PANELS - len(chosen))]
+    place = [*PANELS].index("reward/mean") + 1  # parts stand behind it
+    keys = [*PANELS][:place] + parts + [*PANELS][place:]
+    return [key for key in keys if key in chosen or key in parts]
 
 
 def draw(groups, keys):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import pytest
 from tiny import ROOT, parse, read_jsonl, write_jsonl
 
 import dpo
+import gkd
 import grpo
 
 TOOLS = ROOT / "tools"
@@ -185,7 +187,7 @@ def test_the_page_itself_loads_nothing_and_inserts_no_html():
     words = "innerHTML outerHTML insertAdjacentHTML document.write eval( fetch( url( import( src= href= action="
     assert [word for word in words.split() if word in look.PAGE] == []
     assert "default-src 'none'" in look.PAGE and look.PAGE.count("http") == look.PAGE.count("http-equiv") == 1
-    assert len((TOOLS / "look.py").read_text().splitlines()) <= 150
+    assert len((TOOLS / "look.py").read_text().splitlines()) <= 155
 
 
 def tiny_run(script, folder, data, **settings):
@@ -220,6 +222,74 @@ def test_pages_of_real_runs(tmp_path):
     assert plot.choose_metrics(groups(grpo_run, dpo_run)) == both
     sft_run = write_run(tmp_path / "sft", [{"step": 1, "eval/loss": 1.0, "loss/nll": 1.0}])
     assert plot.choose_metrics(groups(grpo_run, sft_run)) == ["eval/accuracy", "eval/loss"]  # the main ones of each
+
+
+def rewards_in_parts(*names):
+    return {name: place / 4 for place, name in enumerate(names)}
+
+
+def test_parts_of_a_reward_are_shown_behind_it_if_there_is_room(tmp_path, capsys):
+    usual = ["eval/accuracy", "reward/mean", *[key for key in plot.PANELS if key.startswith(("rollout/", "policy/"))]]
+    rest = rewards_in_parts("reward/zero_std", "reward/trained_mean", "eval/reward", "eval/pass@1")
+    parts = ["reward/format", "reward/right", "eval/reward/format", "eval/reward/right"]
+    run = write_run(tmp_path / "a", [{"step": 1} | rewards_in_parts(*usual, *parts[::-1]) | rest])
+    shown = [*usual[:2], *parts, *usual[2:]]
+    assert plot.choose_metrics(groups(run)) == shown
+    titles = dict(read_page(run)["panels"])
+    assert [*titles] == shown and titles["reward/mean"] == "reward" and titles["reward/right"] == "reward/right"
+    cells = table_cells(run_plot(capsys, run, metrics=parts))
+    assert float(cells["a", "reward/right"][-1]) == (len(usual) + 2) / 4  # it is the third of the parts as written
+    many = [f"reward/{place:02}" for place in range(20)]
+    run = write_run(tmp_path / "b", [{"step": 1} | rewards_in_parts(*usual, *many, "eval/reward/00")])
+    shown = [*usual[:2], *many[: 16 - len(usual)], *usual[2:]]
+    assert plot.choose_metrics(groups(run)) == shown and len(shown) == 16
+    run_plot(capsys, run)
+    # of several lines, those that two have
+    run = write_run(tmp_path / "c", [{"step": 1} | rewards_in_parts("eval/accuracy", "reward/mean", "reward/right")])
+    assert plot.choose_metrics(groups(tmp_path / "a", run)) == ["eval/accuracy", "reward/mean", "reward/right"]
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="it runs the page's functions with node")
+def test_the_page_shows_sums_with_their_parts_and_completions_without_rewards():
+    samples = [
+        {"step": 1, "prompt": "a", "completions": ["x", "y"], "rewards": [{"right": True, "form": 0.25}, {"right": 0}]},
+        {"step": 1, "prompt": "b", "completions": ["x", "y"], "rewards": [0.3, True]},
+        {"step": 1, "prompt": "c", "completions": ["x"], "scores": [-2.0]},
+        {"step": 1, "prompt": "d", "completions": ["x"]},
+    ]
+    greedy = [{"reward": {"right": 1, "form": 0.123456}}, {"score": 0.75}, {"reward": 1.0}, {}]
+    script = look.PAGE[look.PAGE.index("const range =") :]
+    helpers = script[: script.index("document.title")]
+    show = next(line for line in look.PAGE.splitlines() if line.startswith("const show ="))
+    code = script[script.index("const scored =") : script.index('$("kind").append')]
+    run = json.dumps({"samples": samples, "eval_samples": greedy})
+    found = "[...sampled, ...greedy].map((row) => [row.parts.join(), show(row.value), verdict(row)])"
+    program = f"const run = {run};\n{show}\n{helpers}{code}console.log(JSON.stringify({found}))"
+    done = subprocess.run(["node", "-e", program], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [
+        ["right 1,form 0.25", "1.25", "right"],
+        ["right 0", "0", "right"],  # nearer to the best value, 1.25, than to the worst, -2
+        ["", "0.3", "right"],
+        ["", "1", "right"],
+        ["", "-2", "wrong"],
+        ["", "-", ""],
+        ["right 1,form 0.123", "1.12", "right"],
+        ["", "0.75", "right"],
+        ["", "1", "right"],
+        ["", "-", ""],
+    ]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_run_with_a_reward_in_parts_and_one_of_a_script_whose_samples_have_no_rewards(tmp_path, monkeypatch):
+    monkeypatch.setattr(grpo, "reward_fn", lambda text, _answer: {"long": len(text) / 64, "even": len(text) % 2 == 0})
+    settings = {"prompts_per_step": 2, "group_size": 2, "minibatch_size": 4}
+    data = read_page(tiny_run(grpo, tmp_path / "grpo", "addition", **settings))
+    assert [{*parts} for row in data["samples"] for parts in row["rewards"]] == [{"long", "even"}] * 4
+    assert {"reward/long", "reward/even", "eval/reward/long", "eval/reward/even"} < {key for key, _ in data["panels"]}
+    data = read_page(tiny_run(gkd, tmp_path / "gkd", "addition", prompts_per_step=2))
+    assert data["samples"] and not any("rewards" in row for row in data["samples"])
+    assert {row["reward"] for row in data["eval_samples"]} <= {0.0, 1.0}
 
 
 def test_a_hostile_run_cannot_leave_its_element(tmp_path):

@@ -10,6 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen2Config
 
+import gkd
 import grpo
 import ppo_rlhf
 
@@ -113,6 +114,39 @@ def test_ppo_has_a_value_model_and_a_reward_model_too():
     ppo_rlhf.prepare_model(scorer, settings, CPU)
     assert weights["reward model"] == count_bytes(scorer.parameters())
     assert gradients == weights["policy"] + weights["value model"]
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+def test_gkd_has_a_teacher_too_and_compares_both_heads(precision):
+    """The teacher is wider. Of the six chunks of logits that are counted, only jsd needs all."""
+    config, of_teacher = (make_config(hidden=hidden, layers=1, vocab=20_000) for hidden in (64, 128))
+    settings = memory.read_settings("gkd", precision=precision, microbatch_tokens=1024)
+    settings.cpu = True
+    settings.teacher = memory.count_model(of_teacher)
+    models = memory.count_models(config, "gkd")
+    weights, _ = memory.weight_bytes(models, settings, ranks=1)
+    teacher = gkd.TeacherModel(AutoModelForCausalLM.from_config(of_teacher).requires_grad_(False))
+    teacher = gkd.prepare_model(teacher, settings, CPU)
+    assert weights["teacher"] == count_bytes(teacher.parameters())
+    shared, _ = memory.weight_bytes(models, settings, ranks=2)  # its head is gathered
+    assert shared["teacher"] == weights["teacher"] / 2 + 4 * settings.teacher.root
+
+    args = gkd.Args(divergence="jsd", max_completion_length=248, max_prompt_length=8)
+    student = gkd.prepare_model(gkd.StudentModel(AutoModelForCausalLM.from_config(config)), settings, CPU)
+    for weight in student.parameters():
+        weight.grad = torch.zeros_like(weight)
+    ids = torch.randint(0, 20_000, (4, 256)).split([8, 248], 1)
+    names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+    batch = dict(zip(names, (ids[0], torch.ones_like(ids[0]), ids[1], torch.ones_like(ids[1]))))
+
+    def run():
+        with torch.no_grad():
+            hidden = teacher(batch)
+        student(batch, teacher.model, hidden, args)[0].sum().backward()
+
+    run()
+    settings.max_prompt_length, settings.max_completion_length = 8, 248
+    assert 0.8 < sum(memory.update_bytes(models, settings, 1)) / count_peak(run) < 1.3
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -97,6 +97,29 @@ def test_a_reward_that_needs_no_answers_is_kept_as_the_number_it_is(monkeypatch,
     assert "mean reward" in shown and "accuracy" not in shown
 
 
+def test_a_reward_in_parts_counts_as_their_sum(monkeypatch, capsys):
+    def reward_fn(completion, answer):
+        return {"right": grpo.is_correct(completion, answer), "short": len(completion) / 100}
+
+    monkeypatch.setattr(grpo, "reward_fn", reward_fn)
+    flags = ("--split", "train", "--num-prompts", 8, "--num-samples", 4)
+    run(*flags, "--out", "a.jsonl")
+    rows, shown = read_jsonl("a.jsonl"), capsys.readouterr().out
+    answers = [row["answer"] for row in TRAIN[:8] for _ in range(4)]
+    sums = [
+        grpo.is_correct(row["completion"], answer) + len(row["completion"]) / 100 for row, answer in zip(rows, answers)
+    ]
+    assert [row["reward"] for row in rows] == sums and min(sums) < 1 < max(sums)
+    assert f"{sums[0]:6.2f}  {rows[0]['completion']}\n" in shown and f"mean reward {sum(sums) / 32:.3f}" in shown
+    run(*flags, "--keep", "right", "--out", "b.jsonl")
+    kept = {(row["completion"], row["reward"]) for row in rows if row["reward"] >= 1}
+    assert {(row["completion"], row["reward"]) for row in read_jsonl("b.jsonl")} == kept
+    monkeypatch.setattr(grpo, "reward_fn", lambda completion, _: {"short": 1.0} if completion else {})
+    monkeypatch.setattr(grpo, "sample_completions", lambda *_: ({"truncated": torch.zeros(2)}, ["5", ""]))
+    with pytest.raises(SystemExit, match="^short must be a finite number, but it is nan for the completion ''$"):
+        run("--num-prompts", 1, "--num-samples", 2, "--out", "c.jsonl")
+
+
 def test_greedy_completions_are_those_of_an_evaluation_and_samples_are_of_the_seed():
     run("--num-prompts", 16, "--temperature", 0, "--out", "a.jsonl")
     run("--num-prompts", 16, "--temperature", 0, "--seed", 7, "--rollout-batch-size", 5, "--out", "b.jsonl")
