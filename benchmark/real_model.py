@@ -67,6 +67,8 @@ ON_WORDS = {"MAWPS": MAWPS, "SVAMP": SVAMP}
 class Run:
     """A script, its flags, the run whose checkpoint is its --model, and the data to evaluate its own checkpoint on.
 
+    The teacher is the checkpoint of a run with seed 1.
+
     The field sampled has the flags of tools/sample.py that write its --dataset.
     """
 
@@ -79,6 +81,7 @@ class Run:
     precision: str = "bfloat16"
     seeds: tuple = (1, 2, 3)
     sampled: str = ""
+    teacher: str = ""
 
 
 def on_words(script, flags="", data=MAWPS, looks=("MAWPS", "SVAMP"), steps=16, rate="1e-5", **options):
@@ -139,6 +142,10 @@ RUNS = {
         precision="float32",
     ),
 }
+RUNS["instructions_teacher"] = Run("examples/instructions.py grpo", "--eval-prompts 200 --eval-every 20", seeds=(1,))
+RUNS["instructions_gkd"] = Run(
+    "examples/instructions.py gkd", "--eval-prompts 200 --eval-every 5", teacher="instructions_teacher"
+)
 for other in ("reinforce", "dr_grpo", "dapo", "gspo", "cispo"):
     steps = "--max-rounds 2 --num-steps 8" if other == "dapo" else "--num-steps 16"  # of as many completions
     options = {"precision": "float32", "seeds": (1,)}
@@ -173,6 +180,7 @@ def command_of(name, seed, look=""):
         flags = [*own.split(), "--model", model, *run.flags.split()]
         flags += ["--dataset", data_of(name, seed)] if run.sampled else []
         flags += ["--reward-model", folder_of(run.reward_model, seed) / "checkpoint"] if run.reward_model else []
+        flags += ["--teacher", folder_of(run.teacher, 1) / "checkpoint"] if run.teacher else []
         if not own.startswith("examples/"):  # these have such settings of their own
             settings = vars(importlib.import_module(run.script).Args())
             for name, value in SMALL.items():
@@ -500,19 +508,21 @@ def completions(_):
     return table(["", "text", "reward"], lines)
 
 
-def instructions_by_step(rows):
-    """Return {title: rows of all seeds} of the evaluations on held-out instructions."""
+def instructions_by_step(rows, runs=("instructions", "instructions_sft")):
+    """Return {title: rows of all seeds} of these runs' evaluations on held-out instructions."""
     found = {}
-    for row in (row for row in rows if "right" in row):
-        title = f"`grpo.py`, step {row['step']:.0f}" if row["run"] == "instructions" else "`sft.py` on right samples"
-        found.setdefault(title, []).append(row)
+    for row in (row for row in rows if "right" in row and row["run"] in runs):
+        titles = {"instructions": f"`grpo.py`, step {row['step']:.0f}", "instructions_sft": "`sft.py` on right samples"}
+        titles |= {"instructions_teacher": "the teacher", "instructions_gkd": f"`gkd.py`, step {row['step']:.0f}"}
+        if row["run"] != "instructions_teacher" or row["step"] > 0:
+            found.setdefault(titles[row["run"]], []).append(row)
     return found
 
 
 def trained_on_instructions(rows):
     """Return {script: a pair per step, completions so far and mean reward} of the runs with seed 1 that sample."""
     found = {}
-    for name in (name for name in RUNS if name.startswith("instructions")):
+    for name in (name for name in RUNS if name.startswith("instructions") and name != "instructions_teacher"):
         steps = [row for row in rows if row["run"] == name and row["seed"] == 1 and "reward/mean" in row]
         completions = accumulate(row["rollout/completions"] for row in steps)
         if steps:
@@ -536,10 +546,10 @@ def rights_of(rows):
     return np.array([[int(digit) for digit in row["right"]] for row in rows])
 
 
-def instructions_table(rows):
+def instructions_table(rows, **runs):
     """What the model does with held-out instructions, by step, and after fine-tuning on its own right samples."""
     metrics = ("eval/accuracy", "eval/pass@1", "eval/pass@4", "recall")
-    found = instructions_by_step(rows)
+    found = instructions_by_step(rows, **runs)
     lines = [[title, *(over_seeds([row[m] for row in found[title]]) for m in metrics)] for title in found]
     return table(["", "greedy accuracy", "pass@1", "pass@4", "words of the reference"], lines)
 
@@ -607,6 +617,7 @@ KINDS = {
     "begin": "begin with a word (not trained)",
 }
 TABLES = {"instructions": instructions_table, "kinds": kinds_table, "errors": errors_table}
+TABLES |= {"distilled": partial(instructions_table, runs=("instructions_teacher", "instructions_gkd"))}
 TABLES |= {"others": others_table, "replies": replies, "words": words_table, "samples": samples_table}
 TABLES |= {"evaluations": evaluations_table, "completions": completions}
 TABLES |= {"words in short": short_words_table, "some replies": partial(replies, kinds=("at most", "quotes"))}
@@ -707,10 +718,12 @@ def main(args):
             done = looks_of(row for row in rows if (row["run"], row["seed"]) == (name, seed))
             if seed in RUNS[name].seeds and (args.show or not {"whole", *RUNS[name].looks} <= done):
                 jobs.add((name, seed))
-    bases = [name for name in RUNS if name in {base for run in RUNS.values() for base in (run.base, run.reward_model)}]
+    needed = {base for run in RUNS.values() for base in (run.base, run.reward_model, run.teacher)}
+    bases = [name for name in RUNS if name in needed]
     for name, seed in list(jobs):
-        own = {RUNS[name].base, RUNS[name].reward_model} - {""}
-        jobs |= {(base, seed) for base in own if not (folder_of(base, seed) / "checkpoint").exists()}
+        run = RUNS[name]
+        own = {(run.base, seed), (run.reward_model, seed), (run.teacher, 1)}
+        jobs |= {(base, one) for base, one in own if base and not (folder_of(base, one) / "checkpoint").exists()}
     order = [*bases, *args.runs].index
     jobs = sorted(jobs, key=lambda job: (job[0] not in bases, job[1], order(job[0])))  # what others begin from first
     if args.show:

@@ -14,7 +14,7 @@ same.
     python examples/instructions.py gspo --model models/smollm2    (another script: any that samples, except PPO)
     python examples/instructions.py sample --model models/smollm2  (tools/sample.py, with this rule)
 
-The defaults DATA, TRAINING and WITHOUT_KL are for this model on two cores with 8 GB of memory.
+The defaults DATA, TRAINING and ADDED are for this model on two cores with 8 GB of memory.
 """
 
 import importlib
@@ -31,7 +31,7 @@ DATA = [f"--dataset={ROOT / 'data' / 'constraints'}", "--system-prompt=", "--eva
 DATA += ["--max-prompt-length=160", "--max-completion-length=64"]
 TRAINING = ["--num-steps=20", "--learning-rate=5e-5", "--warmup-steps=0", "--rollout-batch-size=128"]
 TRAINING += ["--prompts-per-step=16", "--minibatch-size=64", "--microbatch-tokens=2048"]
-WITHOUT_KL = {"grpo": ["--kl-coef=0"], "grpo_process": ["--kl-coef=0"]}
+ADDED = {"grpo": ["--kl-coef=0"], "grpo_process": ["--kl-coef=0"], "gkd": ["--prompts-per-step=64"]}
 
 
 def words_of(text):
@@ -90,8 +90,8 @@ def main():
         flags = DATA
     else:
         script = prepare(importlib.import_module(name))
-        flags = DATA + TRAINING + WITHOUT_KL.get(name, [])
-        if name == "reinforce":  # it makes one update per rollout
+        flags = DATA + TRAINING + ADDED.get(name, [])
+        if name in ("reinforce", "gkd"):  # they make one update per rollout
             flags.remove("--minibatch-size=64")
     if not any(word.startswith("--resume") for word in sys.argv):  # a run keeps its own
         sys.argv[1:1] = flags
