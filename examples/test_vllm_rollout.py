@@ -21,6 +21,7 @@ from tiny import ROOT, TINY, load, make_main_args, parse
 from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import dapo
+import gkd
 import grpo
 import ppo_rlhf
 
@@ -30,7 +31,7 @@ import vllm_rollouts
 
 EXAMPLE = Path(vllm_rollout.__file__)
 NAMES = ("generate", "gathered", "step_optimizer", "end_run", "dist")
-OWN = {script: {name: getattr(script, name) for name in NAMES} for script in (grpo, dapo, ppo_rlhf)}
+OWN = {script: {name: getattr(script, name) for name in NAMES} for script in (grpo, dapo, ppo_rlhf, gkd)}
 PROMPTS = ["59+4+94+97=", "1+2=", "1+2=", "30+40+50=", "7+8=", "99+98="]
 HOT = 2.0  # a temperature, the highest that vLLM takes, at which many tokens are likely
 WHY = "vllm is not installed (docs/vllm.md)"
@@ -241,7 +242,7 @@ def test_ranks_have_an_engine_each_on_their_own_gpu(monkeypatch):
     assert sampler.engine.settings["distributed_executor_backend"] == "external_launcher"
 
 
-@pytest.mark.parametrize("script", [grpo, dapo, ppo_rlhf], ids=lambda script: script.__name__)
+@pytest.mark.parametrize("script", [grpo, dapo, ppo_rlhf, gkd], ids=lambda script: script.__name__)
 @pytest.mark.usefixtures("fake")
 def test_scripts_train_with_it_and_a_resumed_run_continues_alike(script, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -261,7 +262,7 @@ def test_scripts_train_with_it_and_a_resumed_run_continues_alike(script, tmp_pat
         [
             {name: value for name, value in line.items() if not name.startswith("eval/")}  # the last step has one, too
             for line in logged(tmp_path / run)
-            if "reward/mean" in line
+            if "policy/sampler_kl" in line
         ]
         for run in ("whole", "parts")
     )

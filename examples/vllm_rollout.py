@@ -111,7 +111,8 @@ class Sampler:
                 found = [logprobs[token].logprob for token, logprobs in zip(output.token_ids, output.logprobs)]
                 sampler_logprobs[row, :length] = torch.tensor(found)
         sampled = [values.to(prompt_ids.device) for values in (completion_ids, completion_mask, sampler_logprobs)]
-        if self.check_next and temperature > 0:
+        # gkd.py has no log-probabilities without its teacher, but logs policy/sampler_kl in each step, too.
+        if self.check_next and temperature > 0 and hasattr(self.script, "token_logprobs"):
             self.check_next = False
             self.check(temperature, prompt_ids, prompt_mask, *sampled)
         return sampled
