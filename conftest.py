@@ -11,7 +11,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 CACHE = tempfile.TemporaryDirectory()  # of data sets, which datasets asks for when it is imported
 os.environ["HF_DATASETS_CACHE"] = CACHE.name
 ROOT = Path(__file__).resolve().parent
-sys.path[:0] = [str(ROOT / name) for name in ("", "tests", "tools", "docs", "benchmark")]
+sys.path[:0] = [str(ROOT / name) for name in ("", "tests", "tools", "benchmark", "docs")]
 
 
 # The mathematics. The tests of all other files train, start processes, or read whole datasets or pages.
