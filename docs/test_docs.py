@@ -110,7 +110,10 @@ def test_commands_are_of_files_that_exist_with_flags_that_they_have(page):
             assert given - FOREIGN <= flags_of(asked), command
 
 
-@pytest.mark.parametrize("page", sorted({*PAGES} - {"CHANGELOG.md"}))  # which names removed flags
+OF_OTHERS = {"CHANGELOG.md", "docs/details.md"}  # they name removed flags, and options of other code bases
+
+
+@pytest.mark.parametrize("page", sorted({*PAGES} - OF_OTHERS))
 def test_flags_that_are_named_exist(page):
     known = set().union(FOREIGN, *FLAGS.values(), *(flags_of(path) for path in TOOLS))
     for code in inline_code(page):
@@ -129,7 +132,7 @@ def test_files_that_are_named_exist(page):
             assert (ROOT / code).exists(), code
 
 
-@pytest.mark.parametrize("page", sorted({*PAGES} - {"CHANGELOG.md", "docs/models.md"}))
+@pytest.mark.parametrize("page", sorted({*PAGES} - OF_OTHERS - {"docs/models.md"}))
 def test_functions_arguments_and_metrics_that_are_named_exist(page):
     """Names between backticks must be in the script of the page, or in any file if the page is not a script's."""
     source = SOURCES.get(Path(page).stem, EVERYTHING)
