@@ -1,11 +1,11 @@
 """Test the headline claims of papers with the scripts, most of them on the harder bundled task.
 
     python benchmark/claims.py [CLAIM ...] [--results FILE] [--jobs 2]           (default: all claims)
-    python benchmark/claims.py --page                     (runs nothing; writes the pages and their pictures)
+    python benchmark/claims.py --page                     (runs nothing; writes the page and its pictures)
 
 The program makes the runs of the claims and prints a table of each. It adds finished runs to
 benchmark/results/claims.csv, with a row for every five steps, and skips runs that are already there. Use --results to
-begin a file of your own. With --page it writes benchmark/results/claims.md, the tables in docs/ and the pictures.
+begin a file of your own. With --page it writes benchmark/results/claims.md, tables in docs/claims.md and pictures.
 
 CLAIMS is the table of claims: what a paper says, the runs that are compared, and the tests. A run is a separate process
 with one thread. It is a script with flags, and sometimes with one of PATCHES. Claims that name the same run share it.
@@ -642,7 +642,7 @@ DONE_OTHERWISE = {  # {(script, detail): run}: details of benchmark/details.py w
     for name, (flags, edits) in DETAILS[script].items()
     if name not in SEEN_ON_EASY_TASK and "bfloat16" not in name
 }
-PAGES = [ROOT / "docs" / f"{name}.md" for name in ("claims", *ONLINE)]
+PAGE = ROOT / "docs" / "claims.md"
 ALL_TABLES, TABLES_LINK = RESULTS.with_suffix(".md"), "../benchmark/results/claims.md"  # the link is from docs/
 PICTURES = {  # {claim: (title, sides, {column: unit})}
     "dr_grpo_parts": (
@@ -663,7 +663,6 @@ PICTURES = {  # {claim: (title, sides, {column: unit})}
 }
 MEASURED = {"reward": ".3f", "accuracy": ".3f", "length": ".1f", "dots_wrong": ".2f", "truncated": ".3f"}
 MEASURED |= {"entropy": ".3f", "grad_norm": ".3f"}
-ON_PAGES = {column: MEASURED[column] for column in ("reward", "accuracy", "length", "dots_wrong")}
 SETS = {"map": MAP, "batch": BATCH, "details": DONE_OTHERWISE, "tuning": TUNING}
 SEEDS_OF_SETS = {"map": THREE_SEEDS, "batch": THREE_SEEDS, "details": THREE_SEEDS, "tuning": (TUNING_SEED,)}
 
@@ -1170,11 +1169,10 @@ def notes(found):
 
 
 def tables(found):
-    """Return {name: markdown table} of the claims that are the first with their text, the sets, and the details."""
-    details = {f"{script} on longer sums": otherwise(found, script, ON_PAGES) for script in ONLINE}
+    """Return {name: markdown table} of the claims that are the first with their text, and of the sets."""
     sets = {"map": heat(found), "batch": batches(found), "tuning": tuned(found)}
     sets["details"] = "\n".join(f"`{script}.py`:\n\n{otherwise(found, script, MEASURED)}" for script in ONLINE)
-    return {names[0]: table(names, found) for names in by_text().values()} | details | sets
+    return {names[0]: table(names, found) for names in by_text().values()} | sets
 
 
 def all_tables(found):
@@ -1270,7 +1268,7 @@ def main():
     parser.add_argument("--results", type=Path, default=RESULTS, help="csv of finished runs, which are skipped")
     parser.add_argument("--seeds", nargs="+", type=int, help="seeds to run (default: those of the page)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--page", action="store_true", help="run nothing; write the tables and pictures of the pages")
+    parser.add_argument("--page", action="store_true", help="run nothing; write the tables and pictures of the page")
     args = parser.parse_args()
     if unknown := {*args.claims} - {*CLAIMS, *SETS}:
         parser.error(f"unknown claim: {' '.join(unknown)}; --help lists all claims")
@@ -1303,8 +1301,7 @@ def main():
         text = table([name], found, args.seeds or CLAIMS[name].seeds) if name in CLAIMS else sets[name]
         print(f"\n{name}\n\n{text}")
     if args.page:
-        for path in PAGES:
-            path.write_text(fill(path.read_text(encoding="utf-8"), found), encoding="utf-8")
+        PAGE.write_text(fill(PAGE.read_text(encoding="utf-8"), found), encoding="utf-8")
         ALL_TABLES.write_text(all_tables(found), encoding="utf-8")
         draw_map(found)
         for name in PICTURES:

@@ -1,14 +1,12 @@
 """Measure what happens on the bundled task if an implementation detail of a script is changed.
 
     python benchmark/details.py [SCRIPT ...] [--seeds 1 2] [--only NAME]        (default: all, seed 1)
-    python benchmark/details.py --page                          (runs nothing; writes the tables in docs/)
 
 The program trains edited copies of the scripts. DETAILS lists the flags and edits of each detail. Every run is a
 separate process with one thread.
 
 It adds finished runs to benchmark/results/details.csv, skips runs that are already there, and writes
-benchmark/results/details.md after each run. With --page it writes the tables on the pages of the scripts from the csv,
-between <!-- SCRIPT done otherwise --> and <!-- end -->.
+benchmark/results/details.md after each run. The exact effect of details on the gradient is on docs/details.md.
 """
 
 import argparse
@@ -336,42 +334,18 @@ DETAILS["grpo_process"] = {
         ],
     ),
 }
-# The scripts whose pages have the table; those of the others name single numbers.
-WITH_TABLE = ("grpo_process", "grpo_tools", "ppo_rlhf", "dpo", "reward_model", "sft")
-HIDDEN = {"greedy accuracy halfway", "truncated"}  # columns that are only in the csv
 FLAGS = dict.fromkeys(DETAILS, "--eval-every 4 --eval-prompts 128")
 FLAGS |= {"dpo": "", "reward_model": "", "sft": "--num-steps 600"}
-
-# {name in the csv: (column of the tables in docs/, format of its numbers)}
-ON_PAGES = {
-    "greedy accuracy": ("greedy accuracy", ".3f"),
-    "pass@1": ("pass@1", ".3f"),
-    "length": ("tokens of a completion", ".1f"),
-    "step of 0.9": ("first step with accuracy of at least 0.9", ".0f"),
-}
-CUT_OFF = {"truncated": ("share cut off at the length limit", ".2f")}
-OTHERS_ON_PAGES = {  # {script: its columns}
-    "ppo_rlhf": {name: ON_PAGES[name] for name in ("greedy accuracy", "pass@1")}
-    | {
-        "KL": ("KL, nats per completion", ".2f"),
-        "explained variance": ("explained variance of the value model", ".2f"),
-    },
-    "dpo": {
-        "pair accuracy": ("pairs in the right order", ".3f"),
-        "chosen log ratio": ("log-ratio of the chosen completion", "+.2f"),
-        "rejected log ratio": ("log-ratio of the rejected completion", "+.2f"),
-        "greedy accuracy": ON_PAGES["greedy accuracy"],
-    }
-    | CUT_OFF,
-    "reward_model": {"loss": ("held-out loss", ".3f"), "accuracy": ("pairs in the right order", ".3f")},
-    "sft": {"loss": ("held-out loss", ".3f"), "greedy accuracy": ON_PAGES["greedy accuracy"]} | CUT_OFF,
-    "grpo_tools": {
-        "greedy with tool": ("greedy accuracy as trained, 128 prompts", ".3f"),
-        "pass@1": ON_PAGES["pass@1"],
-        "greedy accuracy": ("greedy accuracy without the tool, 512 prompts", ".3f"),
-        "tool use": ("share that uses the tool", ".2f"),
-        "step of 0.9": ON_PAGES["step of 0.9"],
-    },
+# Columns that are only in the csv, of all scripts and of single ones.
+HIDDEN = {"greedy accuracy halfway", "truncated"}
+USUAL = {"greedy accuracy", "pass@1", "length", "gradient norm"}
+HIDDEN_OF = {
+    "grpo_process": USUAL | {"step of 0.9"},
+    "grpo_tools": USUAL | {"step of 0.9", "greedy with tool", "tool use"},
+    "ppo_rlhf": USUAL | {"KL", "explained variance"},
+    "dpo": {"pair accuracy", "chosen log ratio", "rejected log ratio", "greedy accuracy", "length"},
+    "reward_model": {"loss", "accuracy"},
+    "sft": {"loss", "greedy accuracy", "length"},
 }
 
 
@@ -526,16 +500,14 @@ def read_results(path):
 
 
 def render(results):
-    """Return the page: a table per script with means over seeds, without the columns that its own page has."""
+    """Return the page: a table per script with means over seeds, without the columns that only the csv has."""
     page = "# Details of the scripts, changed one at a time\n\n"
     page += f"`python benchmark/details.py`, one thread, {platform.machine()}: means over the seeds of the heading.\n"
     page += "`benchmark/README.md` explains the columns, and `benchmark/details.py` has the edits. Some runs are of\n"
-    page += "earlier versions of the scripts. `details.csv` has all columns, also those of the tables on the pages of\n"
-    page += ", ".join(f"`{name}.py`" for name in WITH_TABLE) + ".\n"
+    page += "earlier versions of the scripts. `details.csv` has further columns, and all those of `grpo_process.py`,\n"
+    page += "`grpo_tools.py`, `dpo.py` and `sft.py`.\n"
     for script, details in DETAILS.items():
-        hidden = HIDDEN
-        if script in WITH_TABLE:
-            hidden = {*HIDDEN, "length", "gradient norm", *OTHERS_ON_PAGES.get(script, ON_PAGES)}
+        hidden = HIDDEN | HIDDEN_OF.get(script, set())
         rows = []
         for detail in details:
             seeds = " ".join(str(seed) for found, name, seed in sorted(results) if (found, name) == (script, detail))
@@ -553,32 +525,6 @@ def render(results):
     return page
 
 
-def table(results, script):
-    """Return the markdown table of a script's page: means over seeds, or "never" where a run did not reach 0.9."""
-    shown = OTHERS_ON_PAGES.get(script, ON_PAGES)
-    lines = ["| | " + " | ".join(title for title, _ in shown.values()) + " |", "|---" * (len(shown) + 1) + "|"]
-    for detail in DETAILS[script]:
-        runs = [numbers for (*key, _), numbers in results.items() if key == [script, detail]]
-        if not runs:
-            continue
-        columns = {name: [numbers[name] for numbers in runs] for name in shown}
-        cells = [
-            "never" if None in columns[name] else format(statistics.mean(columns[name]), digits)
-            for name, (_, digits) in shown.items()
-        ]
-        lines.append(f"| {' | '.join([detail, *cells])} |")
-    return "\n".join(lines) + "\n"
-
-
-def fill(page, results):
-    """Return the page with its tables filled in, each between <!-- SCRIPT done otherwise --> and <!-- end -->."""
-    for script in DETAILS:
-        before, mark, rest = page.partition(f"<!-- {script} done otherwise -->\n")
-        if mark:
-            page = f"{before}{mark}\n{table(results, script)}\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
-    return page
-
-
 def mean(values):
     """Return the mean of a column with at most three decimals, or a dash where a run has no such number."""
     return "-" if None in values else f"{statistics.mean(values):.3f}".rstrip("0").rstrip(".")
@@ -591,14 +537,7 @@ def main():
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[1])
     parser.add_argument("--only", help="run only the detail with this name")
-    parser.add_argument("--page", action="store_true", help="run nothing; write the tables of the pages in docs/")
     args = parser.parse_args()
-    if args.page:
-        results = read_results(RESULTS / "details.csv")
-        for script in WITH_TABLE:
-            path = ROOT / "docs" / f"{script}.md"
-            path.write_text(fill(path.read_text(encoding="utf-8"), results), encoding="utf-8")
-        return
     sys.path.insert(0, str(ROOT))
     path = RESULTS / "details.csv"
     if not path.exists():

@@ -10,6 +10,7 @@ import pytest
 from sync_copies import ROOT
 
 CASES = [(script, detail) for script, found in details.DETAILS.items() for detail in found]
+LONGER = ("grpo", "reinforce", "dr_grpo", "dapo", "gspo", "cispo")
 
 
 @pytest.mark.parametrize("script, detail", CASES)
@@ -41,7 +42,7 @@ def test_means_over_seeds_and_numbers_that_are_missing():
     assert "| no KL term (seeds 2) | 0.5 | 4 |\n" in page and "dapo" not in page
 
 
-def test_the_page_of_results_is_that_of_the_csv_without_what_the_scripts_pages_have():
+def test_the_page_of_results_is_that_of_the_csv_without_what_only_the_csv_has():
     page = details.render(details.read_results(details.RESULTS / "details.csv"))
     written = (details.RESULTS / "details.md").read_text(encoding="utf-8")
     # The first lines name the machine.
@@ -51,42 +52,17 @@ def test_the_page_of_results_is_that_of_the_csv_without_what_the_scripts_pages_h
     assert "| | step of 0.9 | score |\n" in ppo and "## dpo.py" not in page
 
 
-def test_tables_of_the_pages_are_means_over_seeds_and_say_never():
-    names = dict.fromkeys(details.ON_PAGES, 0.25)
-    results = {("cispo", detail, seed): names for detail in details.DETAILS["cispo"] for seed in (1, 2)}
-    results["cispo", "mean per completion", 2] = {
-        "greedy accuracy": 0.5,
-        "pass@1": 0.25,
-        "length": 9.0,
-        "step of 0.9": None,
-    }
-    table = details.table(results, "cispo")
-    assert "| mean per completion | 0.375 | 0.250 | 4.6 | never |\n" in table
-    assert table.count("\n") == 2 + len(details.DETAILS["cispo"])
-    page = "before\n<!-- cispo done otherwise -->\nold\n<!-- end -->\nafter <!-- end -->"
-    filled = details.fill(page, results)
-    assert filled == f"before\n<!-- cispo done otherwise -->\n\n{table}\n<!-- end -->\nafter <!-- end -->"
-    assert details.fill(filled, results) == filled and details.fill("no mark", results) == "no mark"
-
-
-@pytest.mark.parametrize("script", details.WITH_TABLE)
-def test_pages_have_the_numbers_of_the_csv(script):
+@pytest.mark.parametrize("script", details.DETAILS)
+def test_pages_link_to_exact_effects_and_have_numbers_of_the_runs(script):
+    """Pages have no tables of details by accuracy, and numbers in "On longer sums" are in the table of claims.py."""
     page = (ROOT / "docs" / f"{script}.md").read_text(encoding="utf-8")
-    assert f"<!-- {script} done otherwise -->" in page
-    assert details.fill(page, details.read_results(details.RESULTS / "details.csv")) == page
-
-
-@pytest.mark.parametrize("script", sorted({*details.DETAILS} - {*details.WITH_TABLE}))
-def test_pages_without_the_table_have_numbers_of_the_runs(script):
-    """Numbers in "On longer sums" are in the table of claims.py, and those above the list of details in details.csv."""
-    page = (ROOT / "docs" / f"{script}.md").read_text(encoding="utf-8")
-    assert f"{script} done otherwise" not in page
-    longer = page.partition("### On longer sums\n")[2].partition("\n## ")[0]
-    before = page.partition("## Details that matter\n")[2].partition("\n1. ")[0]
-    results = details.read_results(details.RESULTS / "details.csv")
-    known = claims.otherwise(claims.read(claims.RESULTS), script, claims.MEASURED), details.render(results)
-    for text, table in zip((longer, before), known):
-        numbers = re.findall(r"\d+\.\d+", table)
-        said = re.findall(r"(?<![\w.])\d+\.\d+", re.sub(r"\(\S+\)", "", text))
-        assert {number for number in said if number not in ("0.2", "0.8", "0.9")} <= {*numbers}, said
-    assert re.search(r"\d+\.\d", longer)
+    section = page.partition("## Details that matter\n")[2].partition("\n## ")[0]
+    assert "done otherwise" not in page and "results/details.md" not in page
+    assert "](details.md#" in section or "](grpo.md#" in section
+    mark = "### On longer sums\n"
+    assert (mark in section) == (script in LONGER)
+    if script in LONGER:
+        longer = section.partition(mark)[2]
+        table = claims.otherwise(claims.read(claims.RESULTS), script, claims.MEASURED)
+        said = re.findall(r"(?<![\w.])\d+\.\d+", re.sub(r"\(\S+\)", "", longer))
+        assert said and {number for number in said if number != "0.2"} <= {*re.findall(r"\d+\.\d+", table)}, said
