@@ -1,7 +1,7 @@
 """GKD: Generalized Knowledge Distillation. A teacher grades every token of the student's own completions.
 
 Agarwal et al., "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes" (2023)
-https://arxiv.org/abs/2306.13649v3, equation 1 and section 3
+https://arxiv.org/abs/2306.13649v3, section 3; equation 1 is jsd
 
     L(θ) = E_q E_o 1/|o| Σₜ D(π_T(·|q, o₁…oₜ₋₁) ‖ π_θ(·|q, o₁…oₜ₋₁))
 
@@ -15,12 +15,13 @@ https://arxiv.org/abs/2306.13649v3, equation 1 and section 3
               jsd         β KL(P ‖ M) + (1 − β) KL(Q ‖ M), with M = β P + (1 − β) Q, and β = --jsd-beta
 
 The weight w of the other scripts, π_old / π_sampler, is not needed. It corrects an expectation over sampled tokens, but
-here the sum over the vocabulary is exact. Which tokens precede is up to the sampler, as it is up to λ.
+here the sum over the vocabulary is exact. The sampler only decides which completions are graded, as λ does.
 
 Departures from the paper
 - Of each step's completions, a share λ is sampled. The paper draws with probability λ whether all of them are.
 - The student is the model as it is given. The paper first fine-tunes it on the task.
 - AdamW with the betas 0.9 and 0.95, and gradients are clipped to norm 1. The paper trains T5 models with Adafactor.
+- There is no reward in the loss. The paper can add one.
 - With bfloat16, blocks compute with rounded copies of float32 weights. These start with noise below the resolution of
   bfloat16, because small updates would change no copy: ten updates with a learning rate of 1e-6 lower the loss of
   SmolLM2 on 16 rows from 2.84 to 2.82 without the noise, and to 2.46 with it (docs/precision.md).
@@ -183,7 +184,7 @@ def score_completions(completions, rows):
 
 
 def token_divergence(logprobs, teacher_logprobs, divergence, jsd_beta):
-    """Return D(teacher || student) (eq. 1) of next-token distributions over a vocabulary of V.
+    """Return D(teacher || student) of next-token distributions over a vocabulary of V; jsd is eq. 1.
 
     Log-probabilities (N, V) of the student and of the teacher -> (N,), in nats.
     """
@@ -201,7 +202,7 @@ def kl(logprobs, other_logprobs):
 
 
 def distillation_loss(divergences, completion_mask):
-    """The mean divergence per token of a completion (section 3), summed over completions; the caller divides by these.
+    """The mean divergence per token (section 3), summed over completions; the caller divides by their number.
 
     Both (B, T). Metrics are pairs (sum, count).
     """
@@ -213,7 +214,7 @@ def distillation_loss(divergences, completion_mask):
 
 
 # A batch is a dictionary of tensors with a row for each of B completions: prompt_ids, prompt_mask (B, P);
-# completion_ids, completion_mask (B, T); of those that the student sampled, also sampler_logprobs (B, T).
+# completion_ids, completion_mask (B, T). Those that the student sampled also have sampler_logprobs and truncated.
 
 
 def accumulate_gradients(policy, teacher, batch, divisor, args):
@@ -245,8 +246,10 @@ def main(args):
     model = load_model(args.model, tokenizer)
     check_model(model, args)
     show_first_row((train_rows or eval_rows)[0], model, tokenizer)
-    if eval_rows and eval_rows[0]["answer"] is None:  # the reward could not score them
+    if eval_rows and eval_rows[0]["answer"] is None:
         eval_rows = []
+        if RANK == 0:
+            print("no answers, so no evaluation")
     if args.lora_rank:
         add_adapters(model, args.lora_rank)
     policy = prepare_model(StudentModel(model), args, device)
@@ -278,8 +281,8 @@ def main(args):
         rollout_end = time.perf_counter()
 
         # update: one optimizer step
+        divisor = len(rows)  # completions; FSDP takes the mean over ranks
         for batch in batches:
-            divisor = len(rows)  # completions; FSDP takes the mean over ranks
             collected += accumulate_gradients(policy, teacher, batch, divisor, args)
         learning_rate = args.learning_rate * min(1.0, step / max(1, args.warmup_steps))
         grad_norm = step_optimizer(policy, optimizer, learning_rate, args.max_grad_norm)
@@ -739,7 +742,7 @@ def with_completions(rows, args):
     if RANK == 0:
         print(f"training rows without a completion of at most --max-completion-length tokens: {len(rows) - len(kept)}")
     if not kept:
-        raise SystemExit(f"{args.dataset}: --on-policy-fraction below 1 needs the column completion")
+        raise SystemExit(f"{args.dataset}: --on-policy-fraction below 1 needs completions, in the column completion")
     return kept
 
 
@@ -922,9 +925,9 @@ def token_divergences(model, batch, teacher, teacher_hidden, args):
         logits = head_logits(model, hidden)  # (n, V)
         teacher_logits = head_logits(teacher, teacher_hidden)
         # Models of one family pad the same vocabulary to different sizes, and give the padding hardly any probability.
-        size = min(logits.shape[1], teacher_logits.shape[1])
-        logprobs = (logits[:, :size] / args.temperature).log_softmax(-1)
-        teacher_logprobs = (teacher_logits[:, :size] / args.temperature).log_softmax(-1)
+        vocab = min(logits.shape[1], teacher_logits.shape[1])
+        logprobs = (logits[:, :vocab] / args.temperature).log_softmax(-1)
+        teacher_logprobs = (teacher_logits[:, :vocab] / args.temperature).log_softmax(-1)
         divergences = token_divergence(logprobs, teacher_logprobs, args.divergence, args.jsd_beta)
         with torch.no_grad():  # entropies are only logged
             entropies = -(logprobs.exp() * logprobs).sum(-1)
@@ -959,7 +962,7 @@ def completion_hidden(model, batch):
 def head_logits(model, hidden):
     """Return the logits (N, V) of a model's head for hidden states (N, D)."""
     logits = model.get_output_embeddings()(hidden)
-    # What some families do to logits. If another is missing here, policy/sampler_kl shows it (see check_sampler).
+    # What some families do to logits. If another is missing here, policy/sampler_kl shows that of the student.
     config = model.config.get_text_config().to_dict()
     scale = config.get("logit_scale") or 1  # Cohere's
     scale = config.get("lm_head_multiplier", scale)  # Falcon-H1's
@@ -975,7 +978,7 @@ def head_logits(model, hidden):
 def load_teacher(args, tokenizer, device):
     """Load the teacher, frozen; exit if its vocabulary is not that of the student."""
     if AutoTokenizer.from_pretrained(args.teacher).get_vocab() != tokenizer.get_vocab():
-        raise SystemExit(f"--teacher {args.teacher} has another vocabulary than --model, so tokens cannot be compared")
+        raise SystemExit(f"--teacher {args.teacher} has another vocabulary than --model: name one with the same")
     model = load_model(args.teacher, tokenizer).requires_grad_(False)
     check_model(model, args)
     teacher = prepare_model(TeacherModel(model), args, device)

@@ -340,13 +340,13 @@ def test_rows_without_a_completion_that_fits_are_left_out_and_counted(tmp_path, 
     assert said in capsys.readouterr().out
     dataset = write_jsonl(tmp_path / "prompts.jsonl", rows[-1:] * 5)
     message = exit_line(gkd, **settings | {"dataset": dataset}, on_policy_fraction=0.5, run_dir=tmp_path / "other")
-    assert message == f"{dataset}: --on-policy-fraction below 1 needs the column completion"
+    assert message == f"{dataset}: --on-policy-fraction below 1 needs completions, in the column completion"
 
 
 def test_another_vocabulary_ends_before_anything_is_trained(tmp_path):
     folder = make_folder(tmp_path / "teacher", make_tokenizer(*FORMS["chatml"]))
     message = exit_line(gkd, teacher=folder, run_dir=tmp_path / "run")
-    assert message == f"--teacher {folder} has another vocabulary than --model, so tokens cannot be compared"
+    assert message == f"--teacher {folder} has another vocabulary than --model: name one with the same"
     assert not (tmp_path / "run").exists()
 
 
