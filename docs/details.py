@@ -10,6 +10,7 @@ import json
 import math
 import os
 import sys
+import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -40,7 +41,7 @@ def rows(values):
 
 LENGTHS = rows(map(len, COMPLETIONS))
 STOPPED = rows(float(completion[-1] == STOP_ID) for completion in COMPLETIONS)
-# A completion is right if it has a 3 somewhere after a 2; the second task asks for two of them.
+# A completion is right if a 3 directly follows a 2 in it; the second task asks for two of these.
 REWARDS = rows(float(any(pair == (2, 3) for pair in zip(c, c[1:]))) for c in COMPLETIONS)
 RARE_REWARDS = rows(float(sum(pair == (2, 3) for pair in zip(c, c[1:])) > 1) for c in COMPLETIONS)
 MASK = (torch.arange(LONGEST) < LENGTHS[:, None]).double()  # (N, T)
@@ -187,6 +188,8 @@ def situation(policy, sampler_logprobs, reference):
     found = SimpleNamespace(policy=policy, scores=policy.scores, sampler=sampler_logprobs, chances=chances)
     found.reference = reference
     found.own = probabilities(policy.logprobs)
+    right, wrong = (drawn(64, found.own * (REWARDS == value), seed=1) for value in (1, 0))
+    found.pairs, found.texts = list(zip(right, wrong)), drawn(16, found.own * REWARDS, seed=2)
     found.types = [(int(reward), int(length)) for reward, length in zip(REWARDS, LENGTHS)]
     return found
 
@@ -212,7 +215,7 @@ def measure(found, target):
     """Return the relative error and the cosine of a gradient against that of the objective."""
     norm, scale = found.norm(), target.norm()
     cosine = (found @ target / (norm * scale)).item() if norm > 1e-12 * scale else math.nan
-    return ((found - target).norm() / scale).item(), cosine
+    return ((found - target).norm() / scale).item(), cosine, (norm / scale).item()
 
 
 def true_gradient(at):
@@ -387,25 +390,18 @@ def kl_estimators(at):
     return against(kl_gradient(at), at, found | {"G": torch.ones_like(k1), "H": -k1.sum(1, keepdim=True)})
 
 
-def kl_clamps(at):
-    k1 = at_tokens(at.policy.logprobs - at.reference)
-    rho = (-k1).exp()
-    k3 = rho + k1 - 1
-    found = {"A": 1 - rho, "B": (1 - rho) * (k3 < 10), "D": (1 - rho) * (k1.abs() < 40)}
-    found["C"] = (1 - rho) * (k3 < 10)  # of k3; k1 in the reward is clamped, too
-    return against(kl_gradient(at), at, found)
-
-
 BETA = 0.1
 
 
 def kl_in_reward(at):
     k1 = at_tokens(at.policy.logprobs - at.reference)
+    reverse = (k1.exp() - k1 - 1) * MASK
     target = true_gradient(at) - BETA * kl_gradient(at)
     to_go = k1.flip(1).cumsum(1).flip(1)
-    whole, mean = (REWARDS - BETA * value for value in (k1.sum(1), k1.sum(1) / LENGTHS))
+    whole, mean = (REWARDS - BETA * value for value in (k1.sum(1), reverse.sum(1) / LENGTHS))
     found = {"A": (whole - at.chances @ whole).unsqueeze(1), "B": baseline(at) - BETA * to_go}
-    return against(target, at, found | {"C": (mean - at.chances @ mean).unsqueeze(1)})
+    found |= {"C": (mean - at.chances @ mean).unsqueeze(1), "none": baseline(at)}
+    return against(target, at, found)
 
 
 def kl_of_tokens(at):
@@ -499,19 +495,19 @@ def values_of(at):
 
 
 def gae(at, gamma, lam, shifted=False):
-    """Return advantages (N, T); shifted: the score comes a place after the last token, where the value is a half."""
+    """Return advantages (N, T); shifted: the score comes one place later, with half of it as the value there.
+
+    A completion that fills the limit has no later place.
+    """
     values = values_of(at)
     advantages, later = torch.zeros_like(values), torch.zeros(len(values), dtype=torch.float64)
     for t in reversed(range(LONGEST)):
         last = LAST[:, t]
+        beyond = last * (LENGTHS < LONGEST) * shifted
         following = values[:, t + 1] if t + 1 < LONGEST else torch.zeros_like(later)
-        if shifted:
-            end = 0.5 * last  # the value after the last token
-            delta = gamma * (following * (1 - last) + end) - values[:, t]
-            after = torch.where(last > 0, REWARDS - 0.5, later)
-        else:
-            delta = REWARDS * last + gamma * following * (1 - last) - values[:, t]
-            after = torch.where(last > 0, 0.0, later)
+        reward = REWARDS * (last - beyond) + gamma * 0.5 * REWARDS * beyond
+        delta = reward + gamma * following * (1 - last) - values[:, t]
+        after = torch.where(last > 0, 0.5 * REWARDS * beyond, later)
         later = (delta + gamma * lam * after) * MASK[:, t]
         advantages[:, t] = later
     return advantages
@@ -536,8 +532,10 @@ def whitenings(at):
 def missing_stops(at):
     replaced = torch.where(STOPPED > 0, REWARDS, -1.0)
     lowered = REWARDS - (1 - STOPPED)
-    found = {name: (value - at.chances @ value).unsqueeze(1) for name, value in (("A", replaced), ("B", lowered))}
-    return against(true_gradient(at), at, found | {"C": baseline(at)})
+    low = torch.where(STOPPED > 0, 2 * REWARDS - 2, -1.0)
+    scores = {"A": replaced, "low": low, "B": lowered, "C": REWARDS}
+    found = {name: (value - at.chances @ value).unsqueeze(1) for name, value in scores.items()}
+    return against(true_gradient(at), at, found)
 
 
 def value_losses(at):
@@ -560,9 +558,11 @@ def value_losses(at):
 
 # ---- DPO and SFT: a fixed batch
 
-CHOSEN = [place for place, reward in enumerate(REWARDS) if reward > 0][5::29]
-REJECTED = [place for place, reward in enumerate(REWARDS) if reward == 0][3::31]
-PAIRS = list(zip(CHOSEN, REJECTED))
+
+def drawn(count, chances, seed):
+    """Return the places of completions that are drawn with these chances."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.multinomial(chances, count, replacement=True, generator=generator).tolist()
 
 
 def pair_gradient(at, beta, coefficient=lambda margin, beta: -beta * torch.sigmoid(-beta * margin), **changes):
@@ -574,10 +574,11 @@ def pair_gradient(at, beta, coefficient=lambda margin, beta: -beta * torch.sigmo
         logratios = logratios / LENGTHS.unsqueeze(1)
     sums = logratios.sum(1)
     weights = torch.zeros(len(COMPLETIONS), dtype=torch.float64)
-    for chosen, rejected in PAIRS:
+    tokens_of = [LENGTHS[chosen] + LENGTHS[rejected] + 2 * len(PROMPT) for chosen, rejected in at.pairs]
+    for (chosen, rejected), count in zip(at.pairs, tokens_of):
         slope = coefficient(sums[chosen] - sums[rejected], beta)
-        if changes.get("by_tokens"):  # relative to a mean pair
-            slope = slope * (LENGTHS[chosen] + LENGTHS[rejected] + 2 * len(PROMPT)) / 13
+        if changes.get("by_tokens"):
+            slope = slope * count / (sum(tokens_of) / len(tokens_of))
         weights[chosen] += slope
         weights[rejected] -= slope
     return expect(tokens, weights, at.scores)
@@ -585,7 +586,9 @@ def pair_gradient(at, beta, coefficient=lambda margin, beta: -beta * torch.sigmo
 
 def pair_sums(at):
     target = pair_gradient(at, 0.1)
-    return {"A": (target, target), "B": (pair_gradient(at, 5.0, mean=True), target)}
+    mean = sum(LENGTHS[place] for pair in at.pairs for place in pair) / (2 * len(at.pairs))
+    found = {"A": target, "same": pair_gradient(at, 0.1 * mean, mean=True), "B": pair_gradient(at, 5.0, mean=True)}
+    return {name: (value, target) for name, value in found.items()}
 
 
 def smoothed(epsilon, robust=False):
@@ -598,8 +601,8 @@ def smoothed(epsilon, robust=False):
 
 
 def label_smoothing(at):
-    target = pair_gradient(at, 1.0, smoothed(0.1))
-    found = {"A": target, "B": pair_gradient(at, 1.0, smoothed(0.1, robust=True)), "C": pair_gradient(at, 1.0)}
+    target = pair_gradient(at, 0.1, smoothed(0.1))
+    found = {"A": target, "B": pair_gradient(at, 0.1, smoothed(0.1, robust=True)), "C": pair_gradient(at, 0.1)}
     return {name: (value, target) for name, value in found.items()}
 
 
@@ -614,26 +617,23 @@ def pair_weights(at):
     return {"A": (target, target), "B": (pair_gradient(at, 0.1, by_tokens=True), target)}
 
 
-TEXTS = list(range(2, len(COMPLETIONS), 68))[:16]
-
-
 def text_gradient(at, divide):
     weights = torch.zeros(len(COMPLETIONS), dtype=torch.float64)
-    for start in range(0, len(TEXTS), 4):
-        part = TEXTS[start : start + 4]
+    for start in range(0, len(at.texts), 4):
+        part = at.texts[start : start + 4]
         for place in part:
             weights[place] -= 1 / divide(place, part)
     return expect(MASK, weights, at.scores)
 
 
 def text_means(at):
-    whole = sum(LENGTHS[place] for place in TEXTS)
+    whole = sum(LENGTHS[place] for place in at.texts)
     target = text_gradient(at, lambda _place, _part: whole)
     found = {
         "A": target,
         "B": text_gradient(at, lambda _place, part: 4 * sum(LENGTHS[other] for other in part)),
-        "C": text_gradient(at, lambda place, _part: len(TEXTS) * LENGTHS[place]),
-        "D": text_gradient(at, lambda _place, _part: len(TEXTS)),
+        "C": text_gradient(at, lambda place, _part: len(at.texts) * LENGTHS[place]),
+        "D": text_gradient(at, lambda _place, _part: len(at.texts)),
     }
     return {name: (value, target) for name, value in found.items()}
 
@@ -642,7 +642,7 @@ def prompt_tokens(at):
     target = text_gradient(at, lambda _place, _part: 1)
     model = at.policy.model
     logprobs = model(torch.tensor([PROMPT])).logits.log_softmax(-1)
-    with_prompt = target - len(TEXTS) * flat_gradient(logprobs[0, 0, PROMPT[1]], model)
+    with_prompt = target - len(at.texts) * flat_gradient(logprobs[0, 0, PROMPT[1]], model)
     return {"A": (target, target), "B": (with_prompt, target)}
 
 
@@ -665,7 +665,6 @@ EXACT = {
     "G04": two_prompts,
     "G05": own_reward,
     "G07": kl_estimators,
-    "G08": kl_clamps,
     "G09": kl_in_reward,
     "G11": temperatures,
     "G12": truncations,
@@ -695,7 +694,7 @@ EXACT = {
 
 
 def compute():
-    """Return {detail: {variant: {situation: (relative error, cosine)}}}, and the expected rewards of both policies."""
+    """Return {detail: {variant: {situation: (relative error, cosine, ratio of norms)}}}, and the policies' rewards."""
     found, right = {}, {}
     for name, at in situations().items():
         right[name] = f"{at.own @ REWARDS:.2f}"
@@ -710,7 +709,7 @@ def compute():
 
 PAGE, DATA = ROOT / "docs" / "details.md", ROOT / "docs" / "details.json"
 PICTURE = ROOT / "docs" / "pictures" / "details.png"
-NAMES = {"trl": "TRL", "nano-aha-moment": "nano-aha", "dpo": "DPO-reference"}
+NAMES = {"trl": "TRL", "nano-aha-moment": "nano-aha", "dpo": "DPO's-reference"}
 HEAD = """# Details: what ten code bases do differently, and what it does to the gradient
 
 [Pages](README.md) · [claims](claims.md) · [KL estimators](kl.md)
@@ -718,7 +717,8 @@ HEAD = """# Details: what ten code bases do differently, and what it does to the
 Each row is a detail in which implementations differ. The numbers are exact: a tiny policy has 1,093 completions, so
 every expectation is a sum. Ten code bases were read at one commit each; a name links to the line.
 
-**The ten that matter most** (cosine of the expected gradient with that of the objective, after some training):
+**The ten largest differences of a default** (cosine of the expected gradient with that of the objective, after some
+training; one for each detail):
 
 {top}
 
@@ -726,46 +726,49 @@ every expectation is a sum. Ten code bases were read at one commit each; a name 
 
 ## How to read the tables
 
-- **Cell:** cosine with the gradient of the objective, then the relative error in brackets. A cosine of 1.000 with an
-  error is **scale only**: AdamW hardly sees a factor, clipping of the norm and a KL coefficient do. A lower cosine
-  turns the gradient.
-- **Objective:** the expected reward of the policy, unless the title names another: KL rows the KL divergence from the
-  reference, temperature and truncation the sampler's own expected reward, DPO and SFT the first variant.
+- **Cell:** cosine with the gradient of the objective; relative error and ratio of the norms in brackets. A cosine of
+  1.000 with an error is **scale only**: AdamW ignores a constant factor; gradient clipping and a KL weight do not. A
+  lower cosine turns the gradient.
+- **Objective:** the expected reward of the policy, unless a note names another. KL rows: the KL divergence from the
+  reference. DPO and SFT: the first variant.
 - **Policy:** a random Llama with 4,816 weights, 4 tokens and at most 6 per completion. A completion is right if a 3
-  follows a 2 in it. "start" is right with {start}, "trained" follows eight exact steps and is right with {trained}; the
-  start is then the reference. "rounds" is trained, with a sampler whose logits are rounded to quarters.
-- **What depends on this:** how far a cosine is from 1. Lengths differ more, and rewards depend on them more, after
-  training. That a variant is exact, or scale only, holds for each policy here.
-- **Groups** have 8 completions and are summed by type. Variants that are centred use the group's mean, or its
-  expectation. "ours" is what our scripts do.
-- **Defaults only:** a code base stands beside the variant of its default, or of the option in brackets.
+  directly follows a 2. "start" is right with {start}; "trained" follows eight exact steps and is right with {trained}.
+  "rounds" is trained, with a sampler whose logits are rounded to quarters.
+- **Reference:** of "trained" it is the start, of "start" the start with noise of 0.3 in its log-probabilities.
+- **What may not carry over:** how far a cosine is from 1. Real completions are longer, and real rewards depend on their
+  length in another way.
+- **Groups** have 8 completions (two halves of 3 where a batch is split) and are summed by type. "ours" is what our
+  scripts do.
+- **Defaults only:** a code base stands beside its default, or beside the option in brackets. No name means: not found
+  in it, or not confirmed.
 
 | code base | commit | date |
 |---|---|---|
 {snapshots}
 
-TRL is a development version before 1.16.0; its PPO trainer is gone in 1.16.0.
+TRL is 1.10.0.dev0; in 1.16.0 its PPO trainer is gone.
 """
 TOP = (
     (
+        "P05",
+        "A",
+        "A clipped value loss (TRL, summarize, `ppo_rlhf.py`), where an update moves values by up to 0.5 and the clip "
+        "is 0.2: right completions lose their gradient first",
+    ),
+    (
         "P07",
         "A",
-        "A score of −1 in place of that of a completion without a stop token (summarize): with scores of 0 and 1, "
-        "the gradient points mostly to stopping",
+        "Score −1 for a completion without a stop token, where scores are 0 and 1 (summarize): the gradient points "
+        "mostly to stopping",
     ),
-    ("D01", "B", "DPO with means over tokens and β 5 (open-instruct) moves other tokens than with sums and β 0.1"),
-    ("G13", "B", "Leaving the stop token out of the loss (nanochat)"),
-    (
-        "G01",
-        "A",
-        "A mean over each completion's own tokens (rlhf-book and `grpo.py`, as in the paper) turns the gradient",
-    ),
-    ("G01", "B", "A mean over the tokens of the step (TRL, verl, open-instruct, OpenRLHF, `dapo.py`) hardly does"),
-    ("G32", "B", "Weights from log-probabilities of temperature 1, for samples at 0.6 (oat sets no mode)"),
-    ("G09", "C", "A KL penalty in the reward that is a mean over tokens (rlhf-book)"),
-    ("G14", "B", "Leaving completions that were cut off out of the loss (an option of TRL and oat)"),
-    ("D02", "C", "A label smoothing of 0.1 that the default loss ignores (TRL)"),
-    ("G07", "F", "r − log r − 1 with r = π / π_ref as the KL term (rlhf-book), where k3 has π_ref / π"),
+    ("P02", "D", "A KL penalty per completion that is the mean of r − log r − 1 (rlhf-book, off by default)"),
+    ("D01", "B", "DPO with means over tokens and β 5 (open-instruct), in place of sums and β 0.1"),
+    ("S02", "B", "SFT on prompt tokens, too (TRL for texts and messages, summarize)"),
+    ("G14", "D", "Reward less 0.5 for a completion that is cut off (`dapo.py` lowers it gradually)"),
+    ("G13", "B", "A stop token that is not trained (nanochat)"),
+    ("G01", "A", "A mean over each completion's own tokens (rlhf-book, `grpo.py`, as in GRPO's paper)"),
+    ("G09", "C", "The penalty of the third line in the reward of a group (rlhf-book, off by default)"),
+    ("G32", "B", "Log-probabilities of temperature 1 for samples at 0.6 (oat sets no mode; exact at its default of 1)"),
 )
 FOOT = """
 ## What enumeration cannot decide
@@ -778,6 +781,7 @@ FOOT = """
 each cell. A cell that could not be confirmed at the commit was left out.
 """
 SITUATIONS = ("start", "trained", "rounds")
+LETTERS = "ABCDEFGH"
 
 
 def link(cell, snapshots):
@@ -790,27 +794,26 @@ def link(cell, snapshots):
 
 
 def shown(values):
-    error, cosine = values
+    error, cosine, ratio = values
     if error < 5e-4:
         return "exact"
-    return f"{'-' if math.isnan(cosine) else f'{cosine:.3f}'} ({error:.2f})"
+    return f"{'-' if math.isnan(cosine) else f'{cosine:.3f}'} ({error:.2f}, ×{ratio:.2f})"
 
 
 def section(detail, found, snapshots):
     """Return the table of a detail."""
-    columns = SITUATIONS if detail["id"] in ("G15", "G16") else SITUATIONS[:2]
+    columns = SITUATIONS[2:] if detail["id"] in ("G15", "G16") else SITUATIONS[:2]
     lines = [f"### {detail['title']}", ""]
     if detail["note"]:
-        lines += [detail["note"], ""]
+        lines += [textwrap.fill(detail["note"], 120), ""]
     lines += [f"|variant|default of|{'|'.join(columns)}|", f"|---|---|{'---|' * len(columns)}"]
-    for key, formula in detail["variants"].items():
+    for letter, (key, formula) in zip(LETTERS, detail["variants"].items()):
         who = [link(cell, snapshots) for cell in detail["cells"] if cell["variant"] == key]
         own = [place["where"] for place in detail["ours"] if place["variant"] == key]
         who += [f"**ours:** {'; '.join(own)}"] if own else []
         numbers = found.get(detail["id"], {}).get(key)
         cells = [shown(numbers[name]) if numbers else "-" for name in columns]
-        name = formula if len(key) > 1 else f"{key}: {formula}"
-        lines.append(f"|{name}|{', '.join(who)}|{'|'.join(cells)}|")
+        lines.append(f"|{letter}: {formula}|{', '.join(who)}|{'|'.join(cells)}|")
     return "\n".join([*lines, ""])
 
 
@@ -818,7 +821,7 @@ def undecided(detail, snapshots):
     variants = []
     for key, formula in detail["variants"].items():
         who = [link(cell, snapshots) for cell in detail["cells"] if cell["variant"] == key]
-        variants.append(f"{key}, {formula}: {', '.join(who) or '-'}")
+        variants.append(f"{formula}: {', '.join(who) or '-'}")
     return f"|{detail['title']}|{'; '.join(variants)}|{detail['ours']}|{detail['why']}|"
 
 
@@ -832,7 +835,7 @@ def render(found, right):
         cosine = found[detail][variant]["trained"][1]
         top.append(f"{number}. {sentence}: {cosine:.3f} ([{title}](#{anchor(title)})).")
     table = [
-        f"|[{name}](https://github.com/{found_at['repo']})|`{found_at['commit'][:8]}`|{found_at['date']}|"
+        f"|[{NAMES.get(name, name)}](https://github.com/{found_at['repo']})|`{found_at['commit'][:8]}`|{found_at['date']}|"
         for name, found_at in snapshots.items()
     ]
     parts = [HEAD.format(top="\n".join(top), snapshots="\n".join(table), **right)]
@@ -856,27 +859,34 @@ def draw(found):
     from PIL import PngImagePlugin
 
     data = json.loads(DATA.read_text(encoding="utf-8"))
-    details = [row for row in data["details"] if row["id"] in found]
-    width = max(len(row["variants"]) for row in details)
-    figure, axes = plt.subplots(figsize=(10, 0.31 * len(details) + 1.2))
-    drawn = []
+    details = []
+    for row in data["details"]:
+        values = [found[row["id"]][key] for key in row["variants"] if key in found[row["id"]]]
+        if any(abs(numbers[name][1] - 1) > 0.01 for numbers in values for name in SITUATIONS[:2]):
+            details.append(row)
+    figure, axes = plt.subplots(figsize=(11, 0.5 * len(details) + 1.2))
+    drawn_cells = []
     for y, row in enumerate(details):
-        for x, key in enumerate(row["variants"]):
+        for x, (letter, (key, formula)) in enumerate(zip(LETTERS, row["variants"].items())):
             numbers = found[row["id"]].get(key)
             if numbers is None:
                 continue
-            error, cosine = numbers["trained"]
-            cosine = 0.0 if math.isnan(cosine) else cosine
-            drawn.append((row["id"], key, round(cosine, 2)))
-            colour = plt.cm.RdYlGn((max(cosine, 0.5) - 0.5) * 2)
-            axes.barh(y, 0.96, left=x, height=0.86, color=colour)
-            axes.text(x + 0.48, y, f"{key} {cosine:.2f}", ha="center", va="center", fontsize=8)
-    axes.set(yticks=range(len(details)), yticklabels=[row["title"] for row in details], xticks=[], xlim=(0, width))
-    axes.set_title("cosine with the gradient of the objective (green: 1, red: 0.5 or less)", fontsize=10)
+            cosine = numbers["trained"][1]
+            drawn_cells.append((row["id"], key, cosine if math.isnan(cosine) else round(cosine, 2)))
+            colour = "#dddddd" if math.isnan(cosine) else plt.cm.RdYlGn(max(cosine, 0.0))
+            axes.barh(y, 0.96, left=x, height=0.9, color=colour)
+            plain = formula.replace("`", "").replace("\\|", "|")
+            text = f"{letter} {plain if len(plain) < 18 else plain[:15] + '…'}\n{cosine:.2f}"
+            axes.text(x + 0.48, y, text, ha="center", va="center", fontsize=6.5)
+    titles = [row["title"] for row in details]
+    axes.set(yticks=range(len(details)), yticklabels=titles, xticks=[], xlim=(0, 8))
+    axes.set_title(
+        "cosine with the gradient of the objective, after training (green: 1, red: 0 or less, grey: no gradient)"
+    )
     axes.invert_yaxis()
     axes.spines[:].set_visible(False)
     info = PngImagePlugin.PngInfo()
-    info.add_itxt("drawn", repr(drawn))  # a test compares it
+    info.add_itxt("drawn", repr(drawn_cells))  # a test compares it
     figure.savefig(PICTURE, dpi=110, bbox_inches="tight", pil_kwargs={"pnginfo": info})
     plt.close(figure)
 
