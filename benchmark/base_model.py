@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from details import parse  # noqa: E402
+from ablations import parse  # noqa: E402
 
 import grpo  # noqa: E402
 

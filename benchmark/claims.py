@@ -45,7 +45,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from details import DETAILS, UNCHANGED, edit, greedy, parse
+from ablations import DETAILS, UNCHANGED, edit, greedy, parse
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results" / "claims.csv"
@@ -87,7 +87,7 @@ def sampled_before(delay):
     ]
 
 
-# Changes that no flag can make: {name: [(old text, new text), ...]}. The edits of details.py are added below.
+# Changes that no flag can make: {name: [(old text, new text), ...]}. The edits of ablations.py are added below.
 PATCHES = {
     "divided by both": [DETAILS["dr_grpo"][f"divided by the {what}"][1][0] for what in ("completion's length", "std")],
     "any right sum counts": [
@@ -636,7 +636,7 @@ SEEN_ON_EASY_TASK = {
     "each token rewarded by the steps before it",
     "every completion normalised by itself",
 }
-DONE_OTHERWISE = {  # {(script, detail): run}: details of benchmark/details.py whose effect data/addition does not show
+DONE_OTHERWISE = {  # {(script, detail): run}: changes of ablations.py whose effect data/addition hides
     (script, name): f"{script} {flags} {LEARN}".replace("  ", " ") + f" | {script}: {name}" * bool(edits)
     for script in ONLINE
     for name, (flags, edits) in DETAILS[script].items()

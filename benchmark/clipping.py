@@ -40,7 +40,7 @@ def run(objective, seed, folder):
     from transformers import AutoTokenizer
 
     sys.path.insert(0, str(ROOT))
-    import details
+    import ablations
 
     import cispo
 
@@ -78,12 +78,12 @@ def run(objective, seed, folder):
         return total, metrics
 
     cispo.microbatches, cispo.policy_loss = remembered, loss
-    cispo.main(details.parse(cispo, "--seed", seed, "--run-dir", f"{folder}/run", *FLAGS.split()))
+    cispo.main(ablations.parse(cispo, "--seed", seed, "--run-dir", f"{folder}/run", *FLAGS.split()))
     lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
     evaluations = [line for line in lines if "eval/accuracy" in line]
     first = next((line["step"] for line in evaluations if line["eval/accuracy"] >= 0.9), None)
     # The final accuracy uses all 512 held-out prompts, the evaluations during training 128 of them.
-    found = details.greedy(Path(folder, "run", "checkpoint"))
+    found = ablations.greedy(Path(folder, "run", "checkpoint"))
     found = {"accuracy": found["greedy accuracy"], "pass@1": lines[-1]["eval/pass@1"], "first at 0.9": first}
     found |= {"lowest after": min(line["eval/accuracy"] for line in evaluations if line["step"] >= (first or 0))}
     found |= {"entropy": statistics.mean(line["policy/entropy"] for line in lines[-5:])}

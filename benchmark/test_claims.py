@@ -5,8 +5,8 @@ import re
 import statistics
 import sys
 
+import ablations
 import claims
-import details
 import pytest
 from sync_copies import ROOT
 
@@ -113,7 +113,7 @@ def test_patches_are_short_and_fit_their_scripts(run):
     edits = claims.PATCHES[run.partition(" | ")[2]]
     assert sum(new.count("\n") + 1 for _, new in edits) <= 10
     source = (ROOT / f"{run.split()[0]}.py").read_text(encoding="utf-8")
-    compile(details.edit(source, edits), "patched", "exec")
+    compile(ablations.edit(source, edits), "patched", "exec")
 
 
 def test_the_csv_has_every_step_of_every_run_and_no_other_runs():

@@ -46,7 +46,7 @@ TABLES = {
 def run_crude(bits, weighted, flags):
     """Train grpo.py with a sampler whose weights are rounded to this number of bits."""
     sys.path.insert(0, str(ROOT))
-    from details import parse
+    from ablations import parse
 
     import grpo
 

@@ -717,12 +717,14 @@ HEAD = """# Details: what ten code bases do differently, and what it does to the
 Each row is a detail in which implementations differ. The numbers are exact: a tiny policy has 1,093 completions, so
 every expectation is a sum. Ten code bases were read at one commit each; a name links to the line.
 
-**The ten largest differences of a default** (cosine of the expected gradient with that of the objective, after some
-training; one for each detail):
+**The ten largest differences** (cosine of the expected gradient with that of the objective, after some training; the
+lowest of each detail, among variants with a name beside them; * acts only with an option set):
 
 {top}
 
 ![Cosine of each variant with the gradient of the objective, after training](pictures/details.png)
+
+*The picture has the details with a cosine below 0.99 at the start or after training.*
 
 ## How to read the tables
 
@@ -737,8 +739,8 @@ training; one for each detail):
 - **Reference:** of "trained" it is the start, of "start" the start with noise of 0.3 in its log-probabilities.
 - **What may not carry over:** how far a cosine is from 1. Real completions are longer, and real rewards depend on their
   length in another way.
-- **Groups** have 8 completions (two halves of 3 where a batch is split) and are summed by type. "ours" is what our
-  scripts do.
+- **Groups** have 8 completions; where a batch is split, it has 6, in two parts of 3. They are summed by type. "ours" is
+  what our scripts do.
 - **Defaults only:** a code base stands beside its default, or beside the option in brackets. No name means: not found
   in it, or not confirmed.
 
@@ -761,14 +763,14 @@ TOP = (
         "Score −1 for a completion without a stop token, where scores are 0 and 1 (summarize): the gradient points "
         "mostly to stopping",
     ),
-    ("P02", "D", "A KL penalty per completion that is the mean of r − log r − 1 (rlhf-book, off by default)"),
+    ("P02", "D", "A KL penalty per completion that is the mean of r − log r − 1 (rlhf-book)*"),
     ("D01", "B", "DPO with means over tokens and β 5 (open-instruct), in place of sums and β 0.1"),
     ("S02", "B", "SFT on prompt tokens, too (TRL for texts and messages, summarize)"),
     ("G14", "D", "Reward less 0.5 for a completion that is cut off (`dapo.py` lowers it gradually)"),
     ("G13", "B", "A stop token that is not trained (nanochat)"),
     ("G01", "A", "A mean over each completion's own tokens (rlhf-book, `grpo.py`, as in GRPO's paper)"),
-    ("G09", "C", "The penalty of the third line in the reward of a group (rlhf-book, off by default)"),
-    ("G32", "B", "Log-probabilities of temperature 1 for samples at 0.6 (oat sets no mode; exact at its default of 1)"),
+    ("G09", "C", "The penalty of the third line in the reward of a group (rlhf-book)*"),
+    ("G32", "B", "Log-probabilities of temperature 1 for samples at 0.6 (oat sets no mode)*"),
 )
 FOOT = """
 ## What enumeration cannot decide
@@ -821,7 +823,7 @@ def undecided(detail, snapshots):
     variants = []
     for key, formula in detail["variants"].items():
         who = [link(cell, snapshots) for cell in detail["cells"] if cell["variant"] == key]
-        variants.append(f"{formula}: {', '.join(who) or '-'}")
+        variants.append(f"{key}, {formula}: {', '.join(who) or '-'}")
     return f"|{detail['title']}|{'; '.join(variants)}|{detail['ours']}|{detail['why']}|"
 
 

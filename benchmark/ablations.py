@@ -1,6 +1,6 @@
 """Measure what happens on the bundled task if an implementation detail of a script is changed.
 
-    python benchmark/details.py [SCRIPT ...] [--seeds 1 2] [--only NAME]        (default: all, seed 1)
+    python benchmark/ablations.py [SCRIPT ...] [--seeds 1 2] [--only NAME]        (default: all, seed 1)
 
 The program trains edited copies of the scripts. DETAILS lists the flags and edits of each detail. Every run is a
 separate process with one thread.
@@ -502,8 +502,8 @@ def read_results(path):
 def render(results):
     """Return the page: a table per script with means over seeds, without the columns that only the csv has."""
     page = "# Details of the scripts, changed one at a time\n\n"
-    page += f"`python benchmark/details.py`, one thread, {platform.machine()}: means over the seeds of the heading.\n"
-    page += "`benchmark/README.md` explains the columns, and `benchmark/details.py` has the edits. Some runs are of\n"
+    page += f"`python benchmark/ablations.py`, one thread, {platform.machine()}: means over the seeds of the heading.\n"
+    page += "`benchmark/README.md` explains the columns, and `benchmark/ablations.py` has the edits. Some runs are of\n"
     page += "earlier versions of the scripts. `details.csv` has further columns, and all those of `grpo_process.py`,\n"
     page += "`grpo_tools.py`, `dpo.py` and `sft.py`.\n"
     for script, details in DETAILS.items():
