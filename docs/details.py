@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import os
+import re
 import sys
 import textwrap
 from pathlib import Path
@@ -755,13 +756,13 @@ TOP = (
         "P05",
         "A",
         "A clipped value loss (TRL, summarize, `ppo_rlhf.py`), where an update moves values by up to 0.5 and the clip "
-        "is 0.2: right completions lose their gradient first",
+        "is 0.2: right completions lose their gradient first; with a mean per completion (oat, rlhf-book) <P05 C>",
     ),
     (
         "P07",
         "A",
         "Score −1 for a completion without a stop token, where scores are 0 and 1 (summarize): the gradient points "
-        "mostly to stopping",
+        "mostly to stopping; `ppo_rlhf.py` subtracts 1, <P07 B>",
     ),
     ("P02", "D", "A KL penalty per completion that is the mean of r − log r − 1 (rlhf-book)*"),
     ("D01", "B", "DPO with means over tokens and β 5 (open-instruct), in place of sums and β 0.1"),
@@ -835,6 +836,8 @@ def render(found, right):
     for number, (detail, variant, sentence) in enumerate(TOP, 1):
         title = next(row["title"] for row in data["details"] if row["id"] == detail)
         cosine = found[detail][variant]["trained"][1]
+        for other, key in re.findall(r"<(\w+) (\w+)>", sentence):
+            sentence = sentence.replace(f"<{other} {key}>", f"{found[other][key]['trained'][1]:.3f}")
         top.append(f"{number}. {sentence}: {cosine:.3f} ([{title}](#{anchor(title)})).")
     table = [
         f"|[{NAMES.get(name, name)}](https://github.com/{found_at['repo']})|`{found_at['commit'][:8]}`|{found_at['date']}|"
