@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoTokenizer, Gemma3TextConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+import gkd
 import grpo
 import grpo_tools
 import ppo_rlhf
@@ -75,7 +76,7 @@ def evaluate(monkeypatch, tmp_path):
     return call
 
 
-each_script = pytest.mark.parametrize("script", [*ONLINE.values(), ppo_rlhf], ids=[*ONLINE, "ppo_rlhf"])
+each_script = pytest.mark.parametrize("script", [*ONLINE.values(), ppo_rlhf, gkd], ids=[*ONLINE, "ppo_rlhf", "gkd"])
 
 
 @each_script
