@@ -367,7 +367,9 @@ def cut_off(at):
     conditional = (REWARDS - kept @ REWARDS / kept.sum()).unsqueeze(1)
     lowered = REWARDS - 0.5 * (1 - STOPPED)
     found = {"A": baseline(at), "B": baseline(at) * stopped, "C": conditional * stopped}
-    return against(true_gradient(at), at, found | {"D": (lowered - at.chances @ lowered).unsqueeze(1)})
+    for name, reward in (("D", lowered), ("E", REWARDS * STOPPED)):
+        found[name] = (reward - at.chances @ reward).unsqueeze(1)
+    return against(true_gradient(at), at, found)
 
 
 def equal_groups(at):
@@ -765,9 +767,14 @@ TOP = (
         "mostly to stopping; `ppo_rlhf.py` subtracts 1, <P07 B>",
     ),
     ("P02", "D", "A KL penalty per completion that is the mean of r − log r − 1 (rlhf-book)*"),
+    (
+        "G14",
+        "E",
+        "Reward 0 for a completion that is cut off (oat's `run_math_rl`, `dr_grpo.py`), where many right ones are; less "
+        "0.5 is <G14 D> (`dapo.py` lowers it gradually)",
+    ),
     ("D01", "B", "DPO with means over tokens and β 5 (open-instruct), in place of sums and β 0.1"),
     ("S02", "B", "SFT on prompt tokens, too (TRL for texts and messages, summarize)"),
-    ("G14", "D", "Reward less 0.5 for a completion that is cut off (`dapo.py` lowers it gradually)"),
     ("G13", "B", "A stop token that is not trained (nanochat)"),
     ("G01", "A", "A mean over each completion's own tokens (rlhf-book, `grpo.py`, as in GRPO's paper)"),
     ("G09", "C", "The penalty of the third line in the reward of a group (rlhf-book)*"),
