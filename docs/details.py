@@ -770,8 +770,8 @@ TOP = (
     (
         "G14",
         "E",
-        "Reward 0 for a completion that is cut off (oat's `run_math_rl`, `dr_grpo.py`), where many right ones are; less "
-        "0.5 is <G14 D> (`dapo.py` lowers it gradually)",
+        "Reward 0 for a completion that is cut off (oat's `run_math_rl`, `dr_grpo.py`), where many right ones are; "
+        "less 0.5 is <G14 D> (`dapo.py` lowers it gradually)",
     ),
     ("D01", "B", "DPO with means over tokens and β 5 (open-instruct), in place of sums and β 0.1"),
     ("S02", "B", "SFT on prompt tokens, too (TRL for texts and messages, summarize)"),
