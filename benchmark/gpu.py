@@ -55,6 +55,7 @@ DEFAULT_RUNS = {  # {script: (metric of the last evaluation, least, most)}; wide
     "sft": ("eval/loss", 1.23, 1.43),  # after 100 steps
 }
 
+FLOAT32, WITHOUT_NOISE, WITH_NOISE = "float32", "bfloat16, on the grid", "bfloat16, with noise"
 AUTO = ["--precision", "auto"]  # bfloat16 on a GPU; the bundled model's default is float32
 TRAININGS = [("grpo", {"lora_rank": 16}), ("grpo", {"gradient_checkpointing": True}), ("ppo_rlhf", {}), ("dpo", {})]
 
@@ -180,16 +181,60 @@ def check_bfloat16(job):
     """Compare how far ten steps with a small learning rate lower the loss in float32, in bfloat16, and with noise."""
     from transformers import AutoTokenizer
 
-    bfloat16, grpo = importlib.import_module("bfloat16"), importlib.import_module("grpo")
+    grpo = importlib.import_module("grpo")
     device = grpo.init_ranks()
     tokenizer, falls = AutoTokenizer.from_pretrained(job["model"]), {}
-    for kind in (bfloat16.KINDS[0], bfloat16.KINDS[1], bfloat16.KINDS[3]):
+    batch = read_sums(tokenizer, device)
+    for kind in (FLOAT32, WITHOUT_NOISE, WITH_NOISE):
         model = grpo.load_model(job["model"], tokenizer)
-        losses = bfloat16.train(model, bfloat16.read_rows(tokenizer, device), kind, 1e-6, 10, device)
+        losses = take_small_steps(model, batch, kind, device)
         falls[kind] = losses[0] - losses[-1]
         yield f"{kind}: fall of the loss", falls[kind], "", None
-    share = falls[bfloat16.KINDS[3]] / falls[bfloat16.KINDS[0]]
+    share = falls[WITH_NOISE] / falls[FLOAT32]
     yield "... with noise, of the fall in float32", share, "0.7 to 1.3", 0.7 < share < 1.3
+
+
+def read_sums(tokenizer, device, count=16):
+    """Return a batch of prompts and completions of the bundled task."""
+    import torch
+
+    grpo = importlib.import_module("grpo")
+    lines = (ROOT / "data" / "addition" / "sft.jsonl").read_text().splitlines()[:count]
+    rows = [json.loads(line) for line in lines]
+    messages = [grpo.as_messages(row["prompt"], "user") for row in rows]
+    prompts = [{"prompt_ids": grpo.encode_prompt(tokenizer, each, None)} for each in messages]
+    stop = [grpo.find_turn_end(tokenizer)]
+    completions = [tokenizer(row["completion"], add_special_tokens=False)["input_ids"] + stop for row in rows]
+    longest = max(map(len, completions))
+    ids = [row + [0] * (longest - len(row)) for row in completions]
+    mask = [[1] * len(row) + [0] * (longest - len(row)) for row in completions]
+    batch = {"completion_ids": torch.tensor(ids).to(device), "completion_mask": torch.tensor(mask).to(device)}
+    batch["prompt_ids"], batch["prompt_mask"] = grpo.pad_left(prompts, device)
+    return batch
+
+
+def take_small_steps(model, batch, kind, device, steps=10):
+    """Return the steps + 1 losses of a batch at a learning rate of 1e-6: before each step, and after the last."""
+    import torch
+
+    grpo = importlib.import_module("grpo")
+    loaded = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    args = grpo.Args(precision=kind.partition(",")[0])
+    policy = grpo.prepare_model(grpo.LogprobModel(model), args, device)
+    if kind == WITHOUT_NOISE:
+        for name, weight in policy.model.named_parameters():
+            own = getattr(weight, "_local_tensor", weight).data
+            in_block = any(part.isdigit() for part in name.split("."))
+            own.copy_(loaded[name].bfloat16() if in_block else loaded[name])
+    optimizer, losses = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True), []
+    for step in range(steps + 1):
+        logprobs, _ = policy(batch, 1.0)
+        loss = -logprobs.sum() / batch["completion_mask"].sum()
+        losses.append(loss.item())
+        if step < steps:
+            loss.backward()
+            grpo.step_optimizer(policy, optimizer, 1e-6, 1.0)
+    return losses
 
 
 def check_resume(job):

@@ -16,6 +16,7 @@ SCRIPTS = ("grpo", "reinforce", "dr_grpo", "dapo", "gspo", "ppo_rlhf", "dpo", "r
 SCRIPTS += ("cispo", "grpo_process", "grpo_tools", "gkd")
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/forks/*.md"), *ROOT.glob("benchmark/*.md")]
 PAGES += [*ROOT.glob("models/*/README.md"), *ROOT.glob("examples/*.md")]
+PAGES += [*ROOT.glob("studies/*.md"), *ROOT.glob("studies/*/*.md")]
 PAGES = {str(page.relative_to(ROOT)): page.read_text() for page in sorted(PAGES)}
 HEADINGS = ["Quick facts", "The idea", "The objective", "The loop", "The default run", "Details that matter"]
 HEADINGS += ["Departures from the paper", "Flags", "References"]
@@ -39,6 +40,8 @@ MADE = re.compile(r"^runs/|(^|/)(test_)?my_|[*<]|SCRIPT|NAME|VARIANT|grpo_vs_trl
 GENERATED = ("docs/models.md", "docs/side_by_side.md")
 
 each_page = pytest.mark.parametrize("page", PAGES)
+STUDIES = {page for page in PAGES if page.startswith("studies/")}  # they have commands and names of older commits
+each_current_page = pytest.mark.parametrize("page", sorted({*PAGES} - STUDIES))
 
 
 def prose(text):
@@ -94,7 +97,7 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors, f"[{text}]({target}): has {anchors}"
 
 
-@each_page
+@each_current_page
 def test_commands_are_of_files_that_exist_with_flags_that_they_have(page):
     for command in commands(page):
         words = command.split()
@@ -113,7 +116,7 @@ def test_commands_are_of_files_that_exist_with_flags_that_they_have(page):
 OF_OTHERS = {"CHANGELOG.md", "docs/details.md"}  # they name removed flags, and options of other code bases
 
 
-@pytest.mark.parametrize("page", sorted({*PAGES} - OF_OTHERS))
+@pytest.mark.parametrize("page", sorted({*PAGES} - OF_OTHERS - STUDIES))
 def test_flags_that_are_named_exist(page):
     known = set().union(FOREIGN, *FLAGS.values(), *(flags_of(path) for path in TOOLS))
     for code in inline_code(page):
@@ -125,14 +128,14 @@ TOOLS = [path for folder in ("tools", "benchmark", "docs", "examples") for path 
 TOOLS = [str(path.relative_to(ROOT)) for path in (*TOOLS, ROOT / "tests" / "mutants.py")]
 
 
-@each_page
+@each_current_page
 def test_files_that_are_named_exist(page):
     for code in inline_code(page):
-        if re.fullmatch(r"(tests|docs|tools|benchmark|models|data)/[\w./-]+", code) and not MADE.search(code):
+        if re.fullmatch(r"(tests|docs|tools|benchmark|studies|models|data)/[\w./-]+", code) and not MADE.search(code):
             assert (ROOT / code).exists(), code
 
 
-@pytest.mark.parametrize("page", sorted({*PAGES} - OF_OTHERS - {"docs/models.md"}))
+@pytest.mark.parametrize("page", sorted({*PAGES} - OF_OTHERS - STUDIES - {"docs/models.md"}))
 def test_functions_arguments_and_metrics_that_are_named_exist(page):
     """Names between backticks must be in the script of the page, or in any file if the page is not a script's."""
     source = SOURCES.get(Path(page).stem, EVERYTHING)
@@ -149,6 +152,7 @@ def test_pages_of_scripts_have_one_order(name):
     text = PAGES[f"docs/{name}.md"]
     assert re.findall(r"^## (.*)$", text, re.M) == HEADINGS
     assert f"(pictures/{name}.png)" in text and f"python {name}.py" in text
+    assert re.search(r"\]\((details|grpo)\.md#", text)  # a detail has a link to its effect, or to grpo.md's
 
 
 @each_page
@@ -249,12 +253,6 @@ def test_the_table_of_normal_runs_is_that_of_the_runs():
             numbers = re.findall(r"[\d.]+", cell)
             said = [fmean(fmean(run[part]) for run in runs) for part in (slice(5), slice(-5, None)) if runs and numbers]
             assert len(said) == len(numbers) and all(map(shown_as, said, numbers)), (metric, name, said, cell)
-
-
-def test_the_table_of_busy_machines_is_what_was_measured():
-    import threads
-
-    assert threads.table(json.loads(threads.RESULTS.read_text())["seconds"]) in PAGES["docs/runs.md"]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
