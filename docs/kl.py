@@ -127,6 +127,7 @@ def compare(policy, size):
     whole = {name: value.sum(1, keepdim=True) for name, value in values.items()}  # (N, 1)
     found.values = {name: moments(policy, value) for name, value in whole.items()}
     found.negative = {name: (policy.sampled @ (value < 0).double()).item() for name, value in whole.items()}
+    later = to_go(values["k1"])
     coefficients = {
         ("loss", "k1", "1"): loss["k1"],
         ("loss", "k2", r"$`\mathrm{k1}_t`$"): loss["k2"],
@@ -135,7 +136,7 @@ def compare(policy, size):
         ("loss", "k3 / \\|y\\|, `grpo.py`", r"$`(1-\rho_t)/\lvert y\rvert`$"): loss["k3"] / policy.lengths,
         ("reward", "k1", r"$`\sum_s\mathrm{k1}_s`$"): whole["k1"],
         ("reward", "k1, less its mean", r"$`\sum_s\mathrm{k1}_s-\mathrm{KL}`$"): whole["k1"] - kl.item(),
-        ("reward", "k1 of this and later tokens, `ppo_rlhf.py`", r"$`\sum_{s\ge t}\mathrm{k1}_s`$"): to_go(values["k1"]),
+        ("reward", "k1 of this and later tokens, `ppo_rlhf.py`", r"$`\sum_{s\ge t}\mathrm{k1}_s`$"): later,
         ("reward", "k2", r"$`\sum_s\mathrm{k2}_s`$"): whole["k2"],
         ("reward", "k3", r"$`\sum_s\mathrm{k3}_s`$"): whole["k3"],
     }
