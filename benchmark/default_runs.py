@@ -185,7 +185,8 @@ def table_of(rows, script):
     if sampled := [*lines_of(SAMPLED)]:
         lines += [["*medians of training steps:*", "*steps 1 to 5*", "*last five steps*"], *sampled]
     number = {3: "three", 5: "five"}[len(seeds_of(script))]
-    return table(["", "before", f"after: mean of {number} seeds (lowest to highest)"], lines)
+    head = [[" ", "before", f"after: mean of {number} seeds (lowest to highest)"], ["---"] * 3]
+    return "\n".join(f"|{'|'.join(line)}|" for line in head + lines)
 
 
 def fill(page, name, text):

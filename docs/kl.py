@@ -127,17 +127,18 @@ def compare(policy, size):
     whole = {name: value.sum(1, keepdim=True) for name, value in values.items()}  # (N, 1)
     found.values = {name: moments(policy, value) for name, value in whole.items()}
     found.negative = {name: (policy.sampled @ (value < 0).double()).item() for name, value in whole.items()}
+    later = to_go(values["k1"])
     coefficients = {
         ("loss", "k1", "1"): loss["k1"],
-        ("loss", "k2", "k1ₜ"): loss["k2"],
-        ("loss", "ratio · k3", "k1ₜ"): loss["ratio_k3"],
-        ("loss", "k3", "1 − ρₜ"): loss["k3"],
-        ("loss", "k3 / \\|y\\|, `grpo.py`", "(1 − ρₜ) / \\|y\\|"): loss["k3"] / policy.lengths,
-        ("reward", "k1", "Σₛ k1ₛ"): whole["k1"],
-        ("reward", "k1, less its mean", "Σₛ k1ₛ − KL"): whole["k1"] - kl.item(),
-        ("reward", "k1 of this and later tokens, `ppo_rlhf.py`", "Σₛ≥ₜ k1ₛ"): to_go(values["k1"]),
-        ("reward", "k2", "Σₛ k2ₛ"): whole["k2"],
-        ("reward", "k3", "Σₛ k3ₛ"): whole["k3"],
+        ("loss", "k2", r"$`\mathrm{k1}_t`$"): loss["k2"],
+        ("loss", "ratio · k3", r"$`\mathrm{k1}_t`$"): loss["ratio_k3"],
+        ("loss", "k3", r"$`1-\rho_t`$"): loss["k3"],
+        ("loss", "k3 / \\|y\\|, `grpo.py`", r"$`(1-\rho_t)/\lvert y\rvert`$"): loss["k3"] / policy.lengths,
+        ("reward", "k1", r"$`\sum_s\mathrm{k1}_s`$"): whole["k1"],
+        ("reward", "k1, less its mean", r"$`\sum_s\mathrm{k1}_s-\mathrm{KL}`$"): whole["k1"] - kl.item(),
+        ("reward", "k1 of this and later tokens, `ppo_rlhf.py`", r"$`\sum_{s\ge t}\mathrm{k1}_s`$"): later,
+        ("reward", "k2", r"$`\sum_s\mathrm{k2}_s`$"): whole["k2"],
+        ("reward", "k3", r"$`\sum_s\mathrm{k3}_s`$"): whole["k3"],
     }
     found.rows = {key: mean_and_std(policy, value) for key, value in coefficients.items()}
     return found
@@ -217,7 +218,7 @@ def gradient_rows(found):
         cosine = (mean @ found.gradient / (mean.norm() * found.gradient.norm())).item()
         numbers = [number(distance(mean, found.gradient, found.gradient)), "-" if is_noise else f"{cosine:.3f}"]
         numbers.append(number(distance(mean, found.token_gradient, found.token_gradient)))
-        yield f"| {where} | {name} | {coefficient} | {' | '.join(numbers)} |"
+        yield f"|{where}|{name}|{coefficient}|{'|'.join(numbers)}|"
 
 
 def size_row(size, found):
@@ -225,7 +226,7 @@ def size_row(size, found):
     by_name = {key[:2]: mean for key, (mean, _) in found.rows.items()}
     errors = [by_name[key] for key in (("loss", "k2"), ("loss", "k3"), ("reward", "k3"))]
     numbers = [f"{found.kl:.3g}", *(number(distance(mean, found.gradient, found.gradient)) for mean in errors)]
-    return f"| {size} | {' | '.join(numbers)} |"
+    return f"|{size}|{'|'.join(numbers)}|"
 
 
 def fill(page):
@@ -234,13 +235,13 @@ def fill(page):
     found = {size: compare(policy, size) for size in SIZES}
     far = found[SIZES[-1]]
     values = [
-        f"| {name} | {mean:.4f} | {number(mean - far.kl, 4)} | {std:.3f} | {number(far.negative[name])} |"
+        f"|{name}|{mean:.4f}|{number(mean - far.kl, 4)}|{std:.3f}|{number(far.negative[name])}|"
         for name, (mean, std) in far.values.items()
     ]
     tables = {
-        "| estimator |": values,
-        "| where |": gradient_rows(far),
-        "| noise |": [size_row(size, found[size]) for size in SIZES],
+        "|estimator|": values,
+        "|where|": gradient_rows(far),
+        "|noise|": [size_row(size, found[size]) for size in SIZES],
     }
     for head, rows in tables.items():
         lines = "".join(row + "\n" for row in rows)

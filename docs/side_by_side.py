@@ -6,89 +6,89 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PATH = ROOT / "docs" / "side_by_side.md"
-HEAD = """# Side by side
+LEGEND = r"""# Side by side
 
-The tables compare all scripts. This command opens a page that shows two scripts side by side, function by function, and
-says above a function what differs in the terms of these tables:
+The tables compare all scripts. This command opens a page that shows two of them side by side, function by function:
 
     python tools/compare.py grpo gspo
 
 ![compute_advantages and policy_loss of GRPO and GSPO side by side](pictures/compare.png)
 
-What differs between two papers stands above the line `# ---- below`. Below it, the scripts that sample their own
-completions are the same, except for a few functions that `tests/sync_copies.py` lists. `python docs/side_by_side.py`
-writes this page.
+## Symbols
 
-| | REINFORCE | GRPO | Dr. GRPO | DAPO | GSPO | CISPO |
+A script maximises a sum over completions i and their tokens t: weight of a token × w × objective.
+
+```math
+r=\frac{\pi_\theta(o_{it})}{\pi_\text{old}(o_{it})},\qquad
+s=\left(\frac{\pi_\theta(o_i)}{\pi_\text{old}(o_i)}\right)^{1/|o_i|},\qquad
+w=\min\left(\frac{\pi_\text{old}(o_{it})}{\pi_\text{sampler}(o_{it})},\text{cap}\right)
+```
+
+- π is π_θ(oᵢₜ), and sg stops the gradient.
+- N is the number of completions of an optimizer step, and L is `--max-completion-length`.
+- w, near 1, corrects the sampler's rounding. In GSPO it is one number per completion, a geometric mean; in REINFORCE
+  π_θ stands for π_old. Scripts that sample nothing have no w, and GKD has none.
+- k1 and k3 are [estimators of the KL divergence](kl.md).
+
+## Scripts with groups
+"""
+HEAD = """
+| |REINFORCE|GRPO|Dr. GRPO|DAPO|GSPO|CISPO|
 |---|---|---|---|---|---|---|
-| script | `reinforce.py` | `grpo.py` | `dr_grpo.py` | `dapo.py` | `gspo.py` | `cispo.py` |
-| paper | [Williams 1992](https://doi.org/10.1007/BF00992696), [Ahmadian 2024](https://arxiv.org/abs/2402.14740v2) | \
-[Shao 2024](https://arxiv.org/abs/2402.03300v3) | [Liu 2025](https://arxiv.org/abs/2503.20783v2) | \
-[Yu 2025](https://arxiv.org/abs/2503.14476v2) | [Zheng 2025](https://arxiv.org/abs/2507.18071v2) | \
-[Chen 2025](https://arxiv.org/abs/2506.13585v1) |
-| objective | Σᵢ Aᵢ Σₜ log π | Σᵢ 1/\\|oᵢ\\| Σₜ min(r A, clip(r) A) − β k3 | Σᵢ Σₜ min(r A, clip(r) A) | \
-Σᵢ Σₜ min(r A, clip(r) A) | Σᵢ min(s A, clip(s) A) | \
-Σᵢ Σₜ sg(min(r, cap)) A log π |
-| advantage Aᵢ | R − b, where b is 0, the group's mean, or the mean of the others | (R − mean) / std | R − mean | \
-(R − mean) / std | (R − mean) / std | (R − mean) / std |
-| reward R | rule | rule | rule; a truncated completion gets its group's lowest reward, or 0 if that is lower | \
-±1 by the rule, overlong penalty | rule | rule |
-| weight of a token | 1 / N | 1 / (\\|oᵢ\\| × N) | 1 / (L × N) | 1 / number of tokens | \
-1 / (\\|oᵢ\\| × N) | 1 / number of tokens |
-| ratio | none | of the token | of the token | of the token | of the completion, its tokens' geometric mean | \
-of the token |
-| clipping | none | 0.2 | 0.2 | 0.2 below, 0.28 above | 3e-4 below, 4e-4 above | none; r is capped at 5 |
-| KL | none | k3 to the initial model, in the loss | none | none | none | none |
-| groups with equal rewards | skipped | only the KL term | skipped | replaced by other prompts | skipped | skipped |
-| models in memory | policy | policy, reference | policy | policy | policy | policy |
+|script|`reinforce.py`|`grpo.py`|`dr_grpo.py`|`dapo.py`|`gspo.py`|`cispo.py`|
+|objective|A log π|min(r A, clip(r) A) − β k3|min(r A, clip(r) A)|min(r A, clip(r) A)|\
+min(s A, clip(s) A), one per completion|sg(min(r, cap)) A log π|
+|advantage Aᵢ|R − b, where b is 0, the group's mean, or the mean of the others|(R − mean) / std|R − mean|\
+(R − mean) / std|(R − mean) / std|(R − mean) / std|
+|reward R|rule|rule|rule; a truncated completion gets its group's lowest reward, or 0 if that is lower|\
+±1 by the rule, overlong penalty|rule|rule|
+|weight of a token|1 / N|1 / (\\|oᵢ\\| × N)|1 / (L × N)|1 / number of tokens|\
+1 / (\\|oᵢ\\| × N): 1 / N by the mean, 1 / \\|oᵢ\\| by the gradient of s|1 / number of tokens|
+|ratio|none|of the token|of the token|of the token|of the completion, its tokens' geometric mean|\
+of the token|
+|clipping|none|0.2|0.2|0.2 below, 0.28 above|3e-4 below, 4e-4 above|none; r is capped at 5|
+|KL|none|k3 to the initial model, in the loss|none|none|none|none|
+|groups with equal rewards|skipped|only the KL term|skipped|replaced by other prompts|skipped|skipped|
+|models in memory|policy|policy, reference|policy|policy|policy|policy|
 """
 MORE = """
-The next table shows how two more scripts differ from GRPO:
+Two more scripts, and how they differ from GRPO:
 
-| | GRPO, process supervision | GRPO, tools |
+| |GRPO, process supervision|GRPO, tools|
 |---|---|---|
-| script | `grpo_process.py` | `grpo_tools.py` |
-| paper | [Shao 2024](https://arxiv.org/abs/2402.03300v3) | [Jin 2025](https://arxiv.org/abs/2503.09516v1) |
-| objective | as in GRPO | as in GRPO, over the tokens that the policy wrote, without a KL term |
-| advantage | of a token: Σ (R − mean) / std over the steps that end at it or later | as in GRPO |
-| reward R | a rule for every step, and for the answer | rule |
-| weight of a token | as in GRPO | 1 / (own tokens of oᵢ × N); 0 for tokens of the tool |
-| KL | as in GRPO | none |
-| groups with equal rewards | as in GRPO | skipped |
-| models in memory | policy, reference | policy |
+|script|`grpo_process.py`|`grpo_tools.py`|
+|objective|as in GRPO|as in GRPO, over the tokens that the policy wrote, without a KL term|
+|advantage|of a token: Σ (R − mean) / std over the steps that end at it or later|as in GRPO|
+|reward R|a rule for every step, and for the answer|rule|
+|weight of a token|as in GRPO|1 / (own tokens of oᵢ × N); 0 for tokens of the tool|
+|KL|as in GRPO|none|
+|groups with equal rewards|as in GRPO|skipped|
+|models in memory|policy, reference|policy|
 """
 FOOT = """
-π is π_θ(oᵢₜ), r is the ratio π_θ / π_old of a token, s is the ratio of a completion, and sg stops the gradient. N is
-the number of completions of an optimizer step, and L is `--max-completion-length`. Sums are over completions i and
-their tokens t. k1 and k3 are [estimators of the KL divergence](kl.md).
+## Scripts without groups
 
-The other five scripts do not use groups:
+y_w and y_l are the preferred and the other completion of a pair, s_w and s_l their scores, and π_T is the teacher. A
+rollout of PPO has one completion per prompt.
 
-| | SFT | reward model | DPO | PPO | GKD |
+| |SFT|reward model|DPO|PPO|GKD|
 |---|---|---|---|---|---|
-| script | `sft.py` | `reward_model.py` | `dpo.py` | `ppo_rlhf.py` | `gkd.py` |
-| paper | [Ouyang 2022](https://arxiv.org/abs/2203.02155v1) | [Ouyang 2022](https://arxiv.org/abs/2203.02155v1) | \
-[Rafailov 2023](https://arxiv.org/abs/2305.18290v3) | [Schulman 2017](https://arxiv.org/abs/1707.06347v2), \
-[Ouyang 2022](https://arxiv.org/abs/2203.02155v1), [Huang 2024](https://arxiv.org/abs/2403.17031v1) | \
-[Agarwal 2023](https://arxiv.org/abs/2306.13649v3) |
-| learns from | completions | pairs | pairs | its own samples | its own samples, completions, a teacher |
-| objective | Σ log π | Σ log σ(s_w − s_l) | Σ log σ(β (Σₜ log π/π_ref of y_w − Σₜ log π/π_ref of y_l)) | \
-Σᵢ Σₜ min(r A, clip(r) A), and the value loss | − Σᵢ 1/\\|oᵢ\\| Σₜ D(π_T ‖ π), each D a sum over the vocabulary |
-| advantage | - | - | - | GAE of the reward, per token, whitened | - |
-| reward R | - | - | - | last token: score, less a penalty if there is no stop token; each token: − β log π_old/π_ref \
-| - |
-| weight of a token | 1 / number of tokens | 1 / number of pairs; only the last token has a score | \
-1 / number of pairs | 1 / number of tokens | 1 / (\\|oᵢ\\| × N) |
-| ratio | none | none | none | of the token | none |
-| clipping | none | none | none | 0.2; values within 0.2 of the old ones | none |
-| KL | none | none | β, implied by the loss | k1 to the initial model, in the reward \
-| the loss: to or from the teacher |
-| models in memory | policy | reward model | policy; the reference's log-probabilities are computed once | \
-policy, value model, reference, reward model | student, teacher |
+|script|`sft.py`|`reward_model.py`|`dpo.py`|`ppo_rlhf.py`|`gkd.py`|
+|learns from|completions|pairs|pairs|its own samples|its own samples, completions, a teacher|
+|objective|log π|log σ(s_w − s_l)|log σ(β (Σₜ log π/π_ref of y_w − Σₜ log π/π_ref of y_l))|\
+min(r A, clip(r) A), and the value loss|− D(π_T ‖ π), a sum over the vocabulary|
+|advantage|-|-|-|GAE of the reward, per token, whitened|-|
+|reward R|-|-|-|last token: score, less a penalty if there is no stop token; each token: − β log π_old/π_ref\
+|-|
+|weight of a token|1 / number of tokens|1 / number of pairs; only the last token has a score|\
+1 / number of pairs|1 / number of tokens|1 / (\\|oᵢ\\| × N)|
+|ratio|none|none|none|of the token|none|
+|clipping|none|none|none|0.2; values within 0.2 of the old ones|none|
+|KL|none|none|β, implied by the loss|k1 to the initial model, in the reward\
+|the loss: to or from the teacher|
+|models in memory|policy|reward model|policy; the reference's log-probabilities are computed once|\
+policy, value model, reference, reward model|student, teacher|
 """
-NAMES = """
-y_w and y_l are the preferred and the other completion of a pair, and s_w and s_l are their scores. A rollout of PPO has
-one completion per prompt. π_T is the teacher."""
 
 
 def updates_per_rollout(script):
@@ -107,8 +107,9 @@ def render():
     sys.path.insert(0, str(ROOT))
     columns = ("reinforce", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "ppo_rlhf", "gkd")
     updates = ["{}, {}".format(*updates_per_rollout(script)) for script in columns]
-    row = "| updates per rollout (bundled model, real model) | {} |".format
-    text = [HEAD + row(" | ".join(updates[:-2])), MORE + FOOT + row(" | ".join(["-", "-", "-", *updates[-2:]])), NAMES]
+    row = "|updates per rollout (bundled model, real model)|{}|".format
+    text = [LEGEND + HEAD + row("|".join(updates[:-2])), MORE + FOOT + row("|".join(["-"] * 3 + updates[-2:]))]
+    text.append("\n[Each script's page](README.md) has its objective in full.")
     return "\n".join(text) + "\n"
 
 

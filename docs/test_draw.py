@@ -58,9 +58,9 @@ def test_flow_has_names_and_sizes_of_grpo():
 
 def test_family_has_all_scripts_and_the_numbers_of_the_tables():
     assert {row[0] for row in draw.FAMILY} == {*ALL}
-    tables = [line.split(" | ") for line in side_by_side.render().splitlines()]
+    tables = [re.split(r"(?<!\\)\|", line.strip("|")) for line in side_by_side.render().splitlines()]
     for script, _, _, *step in draw.FAMILY:
-        heads = [row for row in tables if any(f"`{script}.py`" in cell for cell in row) and row[0] == "| script"]
+        heads = [row for row in tables if any(f"`{script}.py`" in cell for cell in row) and row[0] == "script"]
         column = next(i for i, cell in enumerate(heads[0]) if f"`{script}.py`" in cell)
         table = tables[tables.index(heads[0]) :]
         text = " ".join(row[column] for row in table[: table.index([""])])
