@@ -1,4 +1,4 @@
-"""What the programs of this folder share: they read a file's inputs, make its outputs again, and write or compare them."""
+"""What the programs share: they read a file's inputs, make its outputs again, and write or compare them."""
 
 import argparse
 import ast
@@ -18,8 +18,6 @@ import torch
 ORACLE = Path(__file__).resolve().parent.parent
 LARGEST_DIFFERENCE = 1e-12
 
-torch.set_num_threads(1)
-
 
 def read_oracle(name):
     return json.loads((ORACLE / f"{name}.json").read_text())
@@ -30,7 +28,11 @@ def read_oracle(name):
 
 def tensors(inputs, dtype=torch.float64):
     """Return the inputs, with each list as a tensor."""
-    return {name: torch.tensor(value, dtype=dtype) if isinstance(value, list) else value for name, value in inputs.items()}
+    found = dict(inputs)
+    for name, value in inputs.items():
+        if isinstance(value, list):
+            found[name] = torch.tensor(value, dtype=dtype)
+    return found
 
 
 def gradient(loss, leaf):
@@ -66,7 +68,7 @@ def differences(stored, made):
             yield math.inf
         for pair in zip(stored, made):
             yield from differences(*pair)
-    elif is_number(stored) and is_number(made):
+    elif is_number(stored) and is_number(made) and math.isfinite(made):
         yield abs(stored - made)
     elif stored != made:
         yield math.inf
@@ -83,50 +85,52 @@ def largest_difference(name, document):
 # ---- a program
 
 
-def parse_folder(package=None):
-    """Return the folder with the other project's files, and whether --check is given.
-
-    It is the one that is named, or else where the package is installed.
-    """
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--check", action="store_true", help="compare with the files instead of writing them")
-    parser.add_argument("--folder", type=Path, required=package is None, help="a checkout of the other project")
-    args = parser.parse_args()
-    return args.folder or package_folder(package), args.check
-
-
 def package_folder(package):
+    """Return the folder that an installed package is in, without importing it."""
     return Path(importlib.util.find_spec(package).origin).parent.parent
 
 
-def update_source(document, folder, distribution):
-    """Note the versions. The files of a checkout must be those of the commit that is noted."""
-    for source in document["source"]:
-        if source["program"] != Path(sys.argv[0]).name:
-            continue
-        found = hashlib.sha256((folder / source["path"]).read_bytes()).hexdigest()[:16]
-        if distribution is None and found != source["sha256"]:
-            raise SystemExit(f"{folder / source['path']} is not the file of commit {source['commit']}.")
-        if distribution is not None:
-            source["commit"] = f"PyPI {distribution}=={importlib.metadata.version(distribution)}"
-        source["sha256"] = found
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": numpy.__version__}
-    document["environment"] |= versions
+def main(makers, load_code, package=None, distribution=None):
+    """Make each file's outputs again with load_code(folder). Write them, or with --check compare them.
 
-
-def run(makers, code, folder, check, distribution=None):
-    """Make each file's outputs again. Write them, or with check compare them and exit with 1 if they differ."""
-    worst = 0.0
+    The folder is where the package is installed, or without a package the one that the user names.
+    """
+    parser = argparse.ArgumentParser()
+    help_check = f"compare with the files instead of writing them; exits with 1 above {LARGEST_DIFFERENCE}"
+    parser.add_argument("--check", action="store_true", help=help_check)
+    if package is None:
+        parser.add_argument("--folder", type=Path, required=True, help="a checkout of the other project")
+    args = parser.parse_args()
+    folder = args.folder if package is None else package_folder(package)
+    torch.set_num_threads(1)
+    code = load_code(folder)
+    failed = False
     for name, maker in makers.items():
         document = remake(name, maker, code)
         difference = largest_difference(name, document)
-        worst = max(worst, difference)
+        failed = failed or difference > LARGEST_DIFFERENCE
         print(f"{name}.json: largest difference {difference:.1e}")
-        if not check:
-            update_source(document, folder, distribution)
+        if not args.check:
+            note_versions(document, folder, distribution)
             (ORACLE / f"{name}.json").write_text(json.dumps(document))
-    if check and not worst <= LARGEST_DIFFERENCE:
+    if args.check and failed:
         raise SystemExit(1)
+
+
+def note_versions(document, folder, distribution):
+    """Note what the numbers were made with. A checkout's files must be those of the commit that is noted."""
+    for source in document["source"]:
+        if source["program"] != Path(sys.argv[0]).name:
+            continue
+        path = folder / source["path"]
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        if distribution is None and digest != source["sha256"]:
+            raise SystemExit(f"{path} is not that of commit {source['commit']}.")
+        if distribution is not None:
+            source["commit"] = f"PyPI {distribution}=={importlib.metadata.version(distribution)}"
+        source["sha256"] = digest
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": numpy.__version__}
+    document["environment"] |= versions
 
 
 # ---- parts of a file that cannot be imported

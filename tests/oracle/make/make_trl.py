@@ -1,11 +1,12 @@
 """Make the numbers of TRL again, with the installed package: its methods are called with a stub as self."""
 
 from collections import defaultdict
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import trl.trainer.grpo_trainer
-from common import between, execute, find, gradient, package_folder, parse_folder, run, tensors
+from common import between, execute, find, gradient, main, tensors
 from trl.experimental.gkd.gkd_trainer import GKDTrainer
 from trl.rewards import get_soft_overlong_punishment
 from trl.trainer.dpo_trainer import DPOTrainer
@@ -13,7 +14,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.reward_trainer import RewardTrainer
 from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
-GRPO_TRAINER = package_folder("trl") / "trl/trainer/grpo_trainer.py"
+GRPO_TRAINER = Path(trl.trainer.grpo_trainer.__file__)
 
 
 def stub_trainer(**attributes):
@@ -246,5 +247,4 @@ MAKERS = {
 
 
 if __name__ == "__main__":
-    folder, check = parse_folder("trl")
-    run(MAKERS, None, folder, check, distribution="trl")
+    main(MAKERS, lambda _: None, package="trl", distribution="trl")
