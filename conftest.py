@@ -16,7 +16,7 @@ sys.path[:0] = [str(ROOT / name) for name in ("", "tests", "tools", "benchmark",
 
 # The mathematics. The tests of all other files train, start processes, or read whole datasets or pages.
 FAST = {"accumulation", "copies", "logprobs", "rewards", "grpo", "reinforce", "dr_grpo", "dapo", "gspo", "cispo"}
-FAST |= {"grpo_process", "grpo_tools", "ppo_rlhf", "gkd", "dpo", "reward_model"}
+FAST |= {"grpo_process", "grpo_tools", "ppo_rlhf", "gkd", "dpo", "reward_model", "oracle"}
 
 
 def is_fast(path):
