@@ -404,7 +404,7 @@ def over_seeds(values, before=None):
 
 def table(head, rows):
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+    return "\n".join(f"|{'|'.join(map(str, line))}|" for line in lines)
 
 
 def cost(rows, name):
@@ -581,8 +581,8 @@ def errors_table(rows):
     return table(["", "rise of greedy accuracy", "standard error, instructions", "standard error, seeds"], lines)
 
 
-def replies(kind):
-    """Return the first held-out instruction of a kind, and the greedy completions before and after of seed 1."""
+def completions_of(kind):
+    """Return the first held-out instruction of a kind, and its rows of seed 1 before and after training."""
     prompt = next(prompt for prompt, other in held_out().items() if other == kind)
     before, after = (
         row
@@ -590,16 +590,6 @@ def replies(kind):
         if row["run"] == "instructions" and row["seed"] == 1 and row["prompt"] == prompt
     )
     return prompt, before, after
-
-
-def replies_table(_):
-    """Return a table of two held-out instructions and their greedy completions before and after."""
-    lines = []
-    for kind in ("at most", "quotes"):
-        prompt, before, after = replies(kind)
-        texts = (" ".join(text.split()) for text in (prompt, before["completion"], after["completion"]))
-        lines.append([*texts, f"{before['reward']:g} → {after['reward']:g}"])
-    return table(["instruction", "before", "after", "reward"], lines)
 
 
 KINDS = {
@@ -615,7 +605,6 @@ KINDS = {
 TABLES = {
     "instructions": instructions_table,
     "kinds": kinds_table,
-    "replies": replies_table,
     "distilled": partial(instructions_table, runs=("instructions_teacher", "instructions_gkd")),
     "without calculator": partial(words_table, runs=WITHOUT_CALCULATOR),
     "with calculator": partial(words_table, runs=WITH_CALCULATOR, look_of_start=", calculator"),
@@ -665,7 +654,7 @@ def draw_instructions(rows):
     left.yaxis.label.set_size(11)
     left.spines[["top", "right"]].set_visible(False)
 
-    prompt, before, after = replies("quotes")
+    prompt, before, after = completions_of("quotes")
     *instruction, constraint = prompt.split("\n\n")
     right.axis("off")
     right.set(xlim=(0, 1), ylim=(0, 1))

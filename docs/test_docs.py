@@ -180,8 +180,8 @@ def test_the_table_against_trl_is_that_of_the_measurements():
             numbers = [side[key] for key in ("step_seconds", "peak_gib") for side in sides]
             expected.append((names[case], [found["threads"], *steps, *numbers]))
     section = PAGES["docs/results.md"].partition("## Against TRL\n")[2].partition("\n## ")[0]
-    lines = [line for line in section.splitlines() if line.startswith("| ")]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines][1:]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    rows = [line[1:-1].split("|") for line in lines[2:]]
     measured = [(name, numbers) for name, _, *numbers in rows if all(numbers)]
     assert len(expected) == len(measured) == 5 and len(rows) == 8
     for name, numbers in measured:
@@ -249,12 +249,10 @@ def test_the_table_of_normal_runs_is_that_of_the_runs():
     names = ("grpo", "instructions", "grpo", "one_sentence")
     files = ("default_runs", "real_model", "real_model", "real_model")
     cells = re.findall(r"<!-- normal runs -->(.*?)<!-- end -->", PAGES["docs/is_this_normal.md"], re.S)[0]
-    lines = [line.strip("|").split("|") for line in cells.strip().splitlines()[2:]]
+    lines = [line[1:-1].split("|") for line in cells.strip().splitlines()[2:]]
     assert len(lines) == 8
     for metric, *values in lines:
         for name, file, cell in zip(names, files, values, strict=True):
-            if "ref_kl" in metric and file == "real_model":
-                name = "grpo_kl" if cell.strip() else name
             with open(ROOT / "benchmark" / "results" / f"{file}.csv", newline="") as rows:
                 found = [row for row in csv.DictReader(rows) if name in (row.get("run"), row.get("script"))]
             found = [row for row in found if not row.get("look") and row.get(metric.strip(" `")) and row["step"] != "0"]

@@ -294,10 +294,10 @@ def as_flags(settings, before):
     return " ".join(f"--{name.replace('_', '-')}{value}" for name, value in words) or "defaults"
 
 
-def table(header, rows):
-    """Return a Markdown table."""
+def table(header, rows, space=""):
+    """Return a Markdown table, with this space around each cell."""
     lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+    return "\n".join(f"|{space}{f'{space}|{space}'.join(map(str, line))}{space}|" for line in lines)
 
 
 def in_gb(bytes_):
@@ -405,7 +405,8 @@ def main(args):
     for name, model in models.items():
         print(f"{name}: {model.blocks / 1e6:.1f} M parameters in its blocks, {model.root / 1e6:.1f} M outside them")
     rows = account(config, settings, args.ranks, models)
-    print(table(["GB", "rollout", "update"], [[name, in_gb(first), in_gb(second)] for name, first, second in rows]))
+    cells = [[name, in_gb(first), in_gb(second)] for name, first, second in rows]
+    print(table(["GB", "rollout", "update"], cells, space=" "))
     if gb := args.cpu_gb or args.gpu_gb:
         peak, fit = max(rows[-1][1:]), find_fit(config, settings, gb, args.ranks, models)
         answer = "fits" if peak <= USABLE * gb * 1e9 else "does not fit"
