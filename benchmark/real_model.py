@@ -470,7 +470,6 @@ def samples_table(rows):
 
 
 EVALUATED = {  # {run: metrics of its own evaluations}
-    "sft": ["loss"],
     "reward_model": ["pair_accuracy"],
     "dpo": ["pair_accuracy", "pair_chosen_log_ratio", "pair_rejected_log_ratio"],
     "ppo_rlhf": ["score"],
