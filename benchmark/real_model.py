@@ -1,7 +1,7 @@
 """Scripts on a real language model: models/smollm2 on instructions with constraints, word problems, and pairs.
 
     python benchmark/real_model.py                              every run that benchmark/results/real_model.csv lacks
-    python benchmark/real_model.py --runs grpo dapo --seeds 1   these, and first what they begin from
+    python benchmark/real_model.py --runs dpo ppo_rlhf --seeds 1   these, and first what they begin from
     python benchmark/real_model.py --show                       the commands
     python benchmark/real_model.py --results mine.csv           the same in a csv of your own, which may be new
     python benchmark/real_model.py --page                       write the tables and the picture of the pages
@@ -85,8 +85,8 @@ class Run:
     teacher: str = ""
 
 
-def on_words(script, flags="", data=MAWPS, looks=("MAWPS", "SVAMP"), steps=16, rate="1e-5", **options):
-    flags = f"--dataset {data} {WORDS} --num-steps {steps} --learning-rate {rate} {flags}"
+def on_words(script, flags="", data=MAWPS, looks=("MAWPS", "SVAMP"), rate="1e-5", **options):
+    flags = f"--dataset {data} {WORDS} --num-steps 16 --learning-rate {rate} {flags}"
     return Run(script, flags, "sft", looks, BOXED, **options)
 
 
