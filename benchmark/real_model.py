@@ -1,16 +1,17 @@
 """Scripts on a real language model: models/smollm2 on instructions with constraints, word problems, and pairs.
 
     python benchmark/real_model.py                              every run that benchmark/results/real_model.csv lacks
-    python benchmark/real_model.py --runs grpo dapo --seeds 1   these, and first what they begin from
+    python benchmark/real_model.py --runs dpo ppo_rlhf --seeds 1   these, and first what they begin from
     python benchmark/real_model.py --show                       the commands
-    python benchmark/real_model.py --page                       write the tables and pictures of the pages
+    python benchmark/real_model.py --results mine.csv           the same in a csv of your own, which may be new
+    python benchmark/real_model.py --page                       write the tables and the picture of the pages
 
 Two runs work at a time, with a core each. Start one of these commands at a time, since each writes the csv. A run is a
 folder runs/real_model/NAME_SEED. An interrupted run is resumed, and its minutes are then those of the last part.
 
 The csv has a row for every step that was logged. A trained model that is evaluated on other data has a row with the
 name of these data in the column "look". Every run has a row "whole" with its minutes and GiB. Some completions of each
-evaluation are in real_model_samples.jsonl.
+evaluation are in real_model_samples.jsonl, or beside a csv of your own. Only the csv in benchmark/results makes pages.
 """
 
 import csv
@@ -84,8 +85,8 @@ class Run:
     teacher: str = ""
 
 
-def on_words(script, flags="", data=MAWPS, looks=("MAWPS", "SVAMP"), steps=16, rate="1e-5", **options):
-    flags = f"--dataset {data} {WORDS} --num-steps {steps} --learning-rate {rate} {flags}"
+def on_words(script, flags="", data=MAWPS, looks=("MAWPS", "SVAMP"), rate="1e-5", **options):
+    flags = f"--dataset {data} {WORDS} --num-steps 16 --learning-rate {rate} {flags}"
     return Run(script, flags, "sft", looks, BOXED, **options)
 
 
@@ -103,16 +104,10 @@ RUNS = {
         looks=("MAWPS", "SVAMP", "16 samples", "MAWPS, calculator", "SVAMP, calculator"),
         system_prompt=BOXED,
     ),
-    "reinforce": on_words("reinforce"),
     "grpo": on_words("grpo", "--kl-coef 0", looks=("MAWPS", "SVAMP", "16 samples")),
-    "dr_grpo": on_words("dr_grpo"),
-    "dapo": on_words("dapo", "--max-rounds 2 --warmup-steps 0", steps=8),  # as many completions as the others
-    "gspo": on_words("gspo"),
-    "cispo": on_words("cispo"),
     "grpo_svamp": on_words("grpo", "--kl-coef 0", SVAMP, ("MAWPS", "SVAMP", "16 samples")),
     "grpo_tools": on_words("grpo_tools", data=SVAMP),
     "grpo_tools_both": on_words("grpo_tools", data="data/word_problems"),
-    "grpo_process": on_words("grpo_process", "--kl-coef 0"),
     "grpo_1e-6": on_words("grpo", "--kl-coef 0", rate="1e-6", seeds=(1,)),
     "grpo_3e-6": on_words("grpo", "--kl-coef 0", rate="3e-6", seeds=(1,)),
     "grpo_3e-5": on_words("grpo", "--kl-coef 0", rate="3e-5", seeds=(1,)),
@@ -216,11 +211,11 @@ def read_jsonl(path):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def one(name, seed, threads):
+def one(name, seed, threads, results):
     """Do what the csv lacks of a run and its evaluations; return its rows of the csv, and completions."""
     key, folder = {"run": name, "seed": seed}, folder_of(name, seed)
-    rows = [row for row in read_csv() if key.items() <= row.items()]
-    samples = [line for line in read_jsonl(SAMPLES) if key.items() <= line.items()]
+    rows = [row for row in read_csv(results) if key.items() <= row.items()]
+    samples = [line for line in read_jsonl(samples_of(results)) if key.items() <= line.items()]
     if RUNS[name].sampled and not data_of(name, seed).exists():
         execute(command_of(name, seed, "data"), threads)
     if not (folder / "trained").exists() or "whole" not in looks_of(rows):
@@ -340,37 +335,42 @@ def pass_at(checkpoint, seed, num_prompts=100, num_samples=16):
     return {"step": 0} | {f"eval/pass@{k}": 1 - mean(values) for k, values in wrong.items()}
 
 
-def read_csv():
+def samples_of(results):
+    """Return the file of completions beside a csv."""
+    return results.with_name(f"{results.stem}_samples.jsonl")
+
+
+def read_csv(results=RESULT):
     """The rows of the csv, with numbers as numbers; what a row does not have is left out."""
-    if not RESULT.exists():
+    if not results.exists():
         return []
-    with open(RESULT, newline="") as file:
+    with open(results, newline="") as file:
         rows = [{key: value for key, value in row.items() if value != ""} for row in csv.DictReader(file)]
     texts = ("run", "look", "right")
     return [{key: value if key in texts else float(value) for key, value in row.items()} for row in rows]
 
 
-def write(rows, samples):
+def write(rows, samples, results):
     """Put the rows of a run into the csv, and its samples beside it, in place of those it had."""
     ours = rows[0]["run"], rows[0]["seed"]
     order = [*RUNS].index
-    for path, new, old in ((RESULT, rows, read_csv()), (SAMPLES, samples, read_jsonl(SAMPLES))):
+
+    def merged(old, new):
         kept = [row for row in old if (row["run"], row["seed"]) != ours] + new
-        kept.sort(key=lambda row: (order(row["run"]), row["seed"]))
-        if path is SAMPLES:
-            path.write_text("".join(json.dumps(row) + "\n" for row in kept))
-            continue
-        names = list(dict.fromkeys(["run", "seed", "look", "step", *(name for row in kept for name in row)]))
-        with open(path, "w", newline="") as file:
-            writer = csv.DictWriter(file, names, lineterminator="\n")
-            writer.writeheader()
-            for row in kept:
-                writer.writerow(
-                    {key: f"{value:.6g}" if isinstance(value, float) else value for key, value in row.items()}
-                )
+        return sorted(kept, key=lambda row: (order(row["run"]), row["seed"]))
+
+    lines = merged(read_jsonl(samples_of(results)), samples)
+    samples_of(results).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    kept = merged(read_csv(results), rows)
+    names = list(dict.fromkeys(["run", "seed", "look", "step", *(name for row in kept for name in row)]))
+    with open(results, "w", newline="") as file:
+        writer = csv.DictWriter(file, names, lineterminator="\n")
+        writer.writeheader()
+        for row in kept:
+            writer.writerow({key: f"{value:.6g}" if isinstance(value, float) else value for key, value in row.items()})
 
 
-def make(jobs, together):
+def make(jobs, together, results):
     """Run the jobs, each after those it begins from, so many at a time."""
     pool, futures, lock = ThreadPoolExecutor(together), {}, Lock()
 
@@ -379,9 +379,9 @@ def make(jobs, together):
             while not (folder_of(*base) / "trained").exists() and not futures[base].done():
                 time.sleep(1)
         print(f"{datetime.now():%H:%M} {name} {seed}", flush=True)
-        rows, samples = one(name, seed, 2 // together)
+        rows, samples = one(name, seed, 2 // together, results)
         with lock:
-            write(rows, samples)
+            write(rows, samples, results)
         shutil.rmtree(folder_of(name, seed) / "state", ignore_errors=True)  # 1.6 GB
         print(f"{datetime.now():%H:%M} {name} {seed}: done", flush=True)
 
@@ -394,14 +394,17 @@ def make(jobs, together):
 
 
 def over_seeds(values, before=None):
-    """A mean with the half of its range over seeds, after that of before."""
-    text = f"{mean(values):.3f}" + (f" ± {(max(values) - min(values)) / 2:.3f}" if len(values) > 1 else "")
-    return text if before is None else f"{mean(before):.3f} -> {text}"
+    """A mean with its lowest and highest value over seeds, after the mean of before."""
+    text = f"{mean(values):.3f}"
+    lowest, highest = f"{min(values):.3f}", f"{max(values):.3f}"
+    if lowest != highest:
+        text += f" ({lowest} to {highest})"
+    return text if before is None else f"{mean(before):.3f} → {text}"
 
 
 def table(head, rows):
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+    return "\n".join(f"|{'|'.join(map(str, line))}|" for line in lines)
 
 
 def cost(rows, name):
@@ -409,54 +412,48 @@ def cost(rows, name):
     return [len(whole), f"{max(row['minutes'] for row in whole):.0f}", f"{max(row['gib'] for row in whole):.1f}"]
 
 
-TITLES = {"instruct": "original model", "grpo_svamp": "`grpo.py` on SVAMP", "grpo_tools": "`grpo_tools.py` on SVAMP"}
-TITLES |= {"grpo_tools_both": "`grpo_tools.py` on both", "grpo_float32": "`grpo.py` in float32"}
-TITLES |= {"grpo_kl": "`grpo.py --kl-coef 0.04`", "grpo_warmup": "`grpo.py --warmup-steps 8`"}
-TITLES |= {"grpo_one_update": "`grpo.py --minibatch-size 128`"}
-TITLES |= {f"grpo_{rate}": f"`grpo.py --learning-rate {rate}`" for rate in ("1e-6", "3e-6", "3e-5")}
-METRICS = {"eval/accuracy": "accuracy", "eval/pass@1": "pass@1", "eval/pass@4": "pass@4", "equations/true": "equations"}
+START = "start: `sft.py`"
+WITHOUT_CALCULATOR = {START: "sft", "`grpo.py` on MAWPS": "grpo", "`grpo.py` on SVAMP": "grpo_svamp"}
+WITH_CALCULATOR = {START: "sft", "`grpo_tools.py` on SVAMP": "grpo_tools", "`grpo_tools.py` on both": "grpo_tools_both"}
+METRICS = {"eval/accuracy": "accuracy", "eval/pass@1": "pass@1"}
+SETTINGS = {  # {(run of grpo.py on MAWPS, seed): title}
+    ("grpo_1e-6", 1): "`--learning-rate 1e-6`",
+    ("grpo_3e-6", 1): "`--learning-rate 3e-6`",
+    ("grpo", 1): "as on the page",
+    ("grpo_3e-5", 1): "`--learning-rate 3e-5`",
+    ("grpo_float32", 1): "`--precision float32`",
+    ("grpo", 3): "as on the page",
+    ("grpo_kl", 3): "`--kl-coef 0.04`",
+    ("grpo_warmup", 3): "`--warmup-steps 8`",
+    ("grpo_one_update", 3): "`--minibatch-size 128`",
+}
 
 
-def title_of(name):
-    return TITLES.get(name, f"`{name}.py`")
+def values_of(rows, name, look, metric):
+    """Return a metric of all seeds of a run, evaluated on the data of this name."""
+    return [row[metric] for row in rows if row["run"] == name and row.get("look") == look and metric in row]
 
 
-def words_table(rows):
-    """What held-out problems say of each run that was looked at, of `sft.py` also with the calculator."""
+def words_table(rows, runs, look_of_start=""):
+    """Return what held-out problems say of these runs {title: name}; sft.py is also evaluated with the calculator."""
+    columns = [(data, metric) for data in ON_WORDS for metric in METRICS] + [("SVAMP", "equations/differences")]
     lines = []
-    for name in RUNS:
-        for suffix in ("", ", calculator"):
-            own = [row for row in rows if row["run"] == name]
-            looks = {data: [row for row in own if row.get("look") == data + suffix] for data in ON_WORDS}
-            if any(looks.values()):
-                title = title_of(name) + suffix
-                found = [[row[m] for row in looks[data] if m in row] for data in ON_WORDS for m in METRICS]
-                lines.append([title, *(over_seeds(values) if values else "" for values in found), *cost(rows, name)])
+    for title, name in runs.items():
+        suffix = look_of_start if title == START else ""
+        cells = [over_seeds(values_of(rows, name, data + suffix, metric)) for data, metric in columns]
+        lines.append([title, *cells, cost(rows, name)[1]])
     head = [f"{data} {title}" for data in ON_WORDS for title in METRICS.values()]
-    return table(["", *head, "seeds", "minutes", "GiB"], lines)
+    return table(["", *head, "SVAMP: subtractions", "minutes"], lines)
 
 
-def short_words_table(rows):
-    """The table of the page: the main rows of words_table, and the lowest and highest mean of six other scripts."""
-    columns = [(data, metric) for data in ON_WORDS for metric in ("eval/accuracy", "eval/pass@1")]
-
-    def found(name, suffix=""):
-        own = [row for row in rows if row["run"] == name]
-        return [[row[m] for row in own if row.get("look") == data + suffix and m in row] for data, m in columns]
-
+def settings_table(rows):
+    """Return what held-out problems say of grpo.py on MAWPS with other settings, one seed each."""
     lines = []
-    for name in ("sft", "sft, calculator", "grpo", "others", "grpo_svamp", "grpo_tools", "grpo_tools_both"):
-        name, mark, suffix = name.partition(", ")
-        if name == "others":
-            others = [other for other in ON_MAWPS if other != "grpo"]
-            means = zip(*([mean(values) for values in found(other)] for other in others))
-            minutes = max((cost(rows, other)[1] for other in others), key=float)
-            title = f"{len(others)} other scripts: lowest to highest mean"
-            lines.append([title, *(f"{min(values):.3f} to {max(values):.3f}" for values in means), minutes])
-            continue
-        values = map(over_seeds, found(name, mark + suffix))
-        lines.append([title_of(name) + mark + suffix, *values, cost(rows, name)[1]])
-    return table(["", *(f"{data} {METRICS[metric]}" for data, metric in columns), "minutes"], lines)
+    for (name, seed), title in SETTINGS.items():
+        own = [row for row in rows if (row["run"], row["seed"]) == (name, seed)]
+        cells = [over_seeds(values_of(own, name, "MAWPS", metric)) for metric in METRICS]
+        lines.append([title, seed, *cells, *cost(own, name)[1:]])
+    return table(["", "seed", *METRICS.values(), "minutes", "GiB"], lines)
 
 
 def samples_table(rows):
@@ -472,40 +469,31 @@ def samples_table(rows):
     return table(["", *(f"pass@{k}" for k in ks)], lines)
 
 
-def evaluations_table(rows, metrics=None):
-    """What the evaluations of a run itself say, first and last; metrics: {run: names}, by default all."""
+EVALUATED = {  # {run: metrics of its own evaluations}
+    "reward_model": ["pair_accuracy"],
+    "dpo": ["pair_accuracy", "pair_chosen_log_ratio", "pair_rejected_log_ratio"],
+    "ppo_rlhf": ["score"],
+    "one_sentence": ["reward"],
+}
+
+
+def evaluations_table(rows):
+    """Return what the evaluations of a run itself say, first and last."""
     lines = []
-    for name in metrics or ("sft", "reward_model", "dpo", "ppo_rlhf", "one_sentence"):
-        own = [row for row in rows if row["run"] == name and "look" not in row]
-        for metric in dict.fromkeys(key for row in own for key in row if key.startswith("eval/")):
-            if metrics and metric[5:] not in metrics[name]:
-                continue
+    for name, metrics in EVALUATED.items():
+        for metric in metrics:
             by_seed = {}
-            for row in own:
-                if metric in row:
-                    by_seed.setdefault(row["seed"], []).append(row[metric])
+            for row in rows:
+                if row["run"] == name and "look" not in row and f"eval/{metric}" in row:
+                    by_seed.setdefault(row["seed"], []).append(row[f"eval/{metric}"])
             first, last = zip(*((values[0], values[-1]) for values in by_seed.values()))
-            if {*first, *last} == {0}:
-                continue  # of ppo_rlhf.py, which has the reward model's score in its place
-            lines.append([f"`{name}.py`", metric[5:], over_seeds(last, first), *cost(rows, name)[1:]])
-    return table(["script", "metric on held-out data", "before -> after", "minutes", "GiB"], lines)
+            lines.append([f"`{name}.py`", f"`{metric}`", over_seeds(last, first), *cost(rows, name)[1:]])
+    return table(["script", "metric on held-out data", "before → after", "minutes", "GiB"], lines)
 
 
 def parts_of(name):
     """Return the third arguments of command_of for all commands of a run."""
     return [*(["data"] if RUNS[name].sampled else []), "", *RUNS[name].looks]
-
-
-def completions(_):
-    """Two held-out problems with their answers, and each model's greedy completions of them."""
-    rows = read_jsonl(SAMPLES)
-    lines = []
-    for name in ("instruct", "sft", "grpo", "grpo_tools"):
-        found = [row for row in rows if row["run"] == name and row.get("look") == "MAWPS" and row["seed"] == 1]
-        answers = [row["answer"].partition(r"\boxed{")[2].rstrip("}") for row in found[:2]]
-        lines = lines or [["problem", f"{row['prompt']} ({answer})", ""] for row, answer in zip(found, answers)]
-        lines += [[title_of(name), " ".join(row["completion"].split())[:160], row["reward"]] for row in found[:2]]
-    return table(["", "text", "reward"], lines)
 
 
 def instructions_by_step(rows, runs=("instructions", "instructions_sft")):
@@ -548,10 +536,10 @@ def rights_of(rows):
 
 def instructions_table(rows, **runs):
     """What the model does with held-out instructions, by step, and after fine-tuning on its own right samples."""
-    metrics = ("eval/accuracy", "eval/pass@1", "eval/pass@4", "recall")
+    metrics = ("eval/accuracy", "eval/pass@1", "recall")
     found = instructions_by_step(rows, **runs)
     lines = [[title, *(over_seeds([row[m] for row in found[title]]) for m in metrics)] for title in found]
-    return table(["", "greedy accuracy", "pass@1", "pass@4", "words of the reference"], lines)
+    return table(["", "greedy accuracy", "pass@1", "words of the reference"], lines)
 
 
 def accuracy_by_kind(rows):
@@ -592,18 +580,15 @@ def errors_table(rows):
     return table(["", "rise of greedy accuracy", "standard error, instructions", "standard error, seeds"], lines)
 
 
-def replies(_, kinds=None):
-    """Greedy completions before and after, seed 1: the first held-out instruction of each kind, or of these kinds."""
-    found = {}
-    for row in read_jsonl(SAMPLES):
-        if row["run"] == "instructions" and row["seed"] == 1:
-            found.setdefault(row["prompt"], []).append((row["completion"], row["reward"]))
-    lines = []
-    for prompt in (prompt for prompt, kind in held_out().items() if not kinds or kind in kinds):
-        for (before, reward_before), (after, reward_after) in [found[prompt]] if prompt in found else []:
-            texts = (" ".join(text.replace("|", "\\|").split()) for text in (prompt, before, after))
-            lines.append([*texts, f"{reward_before:g} → {reward_after:g}"])
-    return table(["instruction", "before", "after", "reward"], lines)
+def completions_of(kind):
+    """Return the first held-out instruction of a kind, and its rows of seed 1 before and after training."""
+    prompt = next(prompt for prompt, other in held_out().items() if other == kind)
+    before, after = (
+        row
+        for row in read_jsonl(SAMPLES)
+        if row["run"] == "instructions" and row["seed"] == 1 and row["prompt"] == prompt
+    )
+    return prompt, before, after
 
 
 KINDS = {
@@ -616,14 +601,18 @@ KINDS = {
     "no commas": "no commas",
     "begin": "begin with a word (not trained)",
 }
-TABLES = {"instructions": instructions_table, "kinds": kinds_table, "errors": errors_table}
-TABLES |= {"distilled": partial(instructions_table, runs=("instructions_teacher", "instructions_gkd"))}
-TABLES |= {"others": others_table, "replies": replies, "words": words_table, "samples": samples_table}
-TABLES |= {"evaluations": evaluations_table, "completions": completions}
-TABLES |= {"words in short": short_words_table, "some replies": partial(replies, kinds=("at most", "quotes"))}
-MAIN = {"reward_model": ["pair_accuracy"], "dpo": ["pair_accuracy", "pair_chosen_log_ratio", "pair_rejected_log_ratio"]}
-MAIN |= {"ppo_rlhf": ["score"], "one_sentence": ["reward"]}
-TABLES |= {"main evaluations": partial(evaluations_table, metrics=MAIN)}
+TABLES = {
+    "instructions": instructions_table,
+    "kinds": kinds_table,
+    "distilled": partial(instructions_table, runs=("instructions_teacher", "instructions_gkd")),
+    "without calculator": partial(words_table, runs=WITHOUT_CALCULATOR),
+    "with calculator": partial(words_table, runs=WITH_CALCULATOR, look_of_start=", calculator"),
+    "evaluations": evaluations_table,
+    "settings": settings_table,
+    "samples": samples_table,
+    "errors": errors_table,
+    "others": others_table,
+}
 
 
 def write_page(page, rows):
@@ -635,58 +624,52 @@ def write_page(page, rows):
     return page
 
 
-ON_MAWPS = ("reinforce", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "grpo_process")
-PANELS = {
-    "MAWPS": ON_MAWPS,
-    "grpo.py, seed 1, by learning rate (else 1e-5)": ("grpo_1e-6", "grpo_3e-6", "grpo", "grpo_3e-5", "grpo_float32"),
-    "other problems, other rewards": ("grpo_svamp", "grpo_tools", "grpo_tools_both", "one_sentence"),
-}
-
-
-def draw(rows):
-    """Draw the reward of each step and the four around it: a mean over the seeds that all runs of a panel have."""
-    figure, panels = plt.subplots(1, len(PANELS), figsize=(5 * len(PANELS), 4.5))
-    for axes, (title, names) in zip(panels, PANELS.items()):
-        seeds = set.intersection(*({*RUNS[name].seeds} for name in names))
-        for name in names:
-            found = {}
-            for row in rows:
-                if row["run"] == name and row["seed"] in seeds and "look" not in row and "reward/mean" in row:
-                    found.setdefault(row["step"], []).append(row["reward/mean"])
-                    size = row["rollout/completions"]  # of dapo.py with those that it discards
-            smooth = [mean(value for other in found if abs(other - at) <= 2 for value in found[other]) for at in found]
-            if found:
-                axes.plot([size * step for step in found], smooth, label=title_of(name).replace("`", ""))
-        axes.set(title=title, xlabel="completions", ylim=(0, None))
-        axes.legend(fontsize="small")
-    panels[0].set_ylabel("reward, mean of five steps")
-    figure.savefig(PICTURES / "real_model.png", dpi=110, bbox_inches="tight")
-    plt.close(figure)
-
-
 def draw_instructions(rows):
-    """Draw accuracy on held-out instructions by step, and the training reward of six scripts."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
-    found = instructions_by_step(rows)
-    tuned = found.pop("`sft.py` on right samples", None)
-    steps = [int(title.split()[-1]) for title in found]
-    for metric, label in (("eval/accuracy", "greedy"), ("eval/pass@1", "sampled (pass@1)")):
-        values = [[row[metric] for row in evaluated] for evaluated in found.values()]
-        left.plot(steps, [*map(mean, values)], marker="o", label=f"grpo.py, {label}")
-        left.fill_between(steps, [*map(min, values)], [*map(max, values)], alpha=0.2)
-    if tuned:
-        accuracy = mean(row["eval/accuracy"] for row in tuned)
-        left.axhline(accuracy, color="gray", linestyle="--", label="sft.py on its own right samples, greedy")
-    left.set(title="held-out instructions followed: mean and range of 3 seeds", xlabel="step of 128 completions")
-    left.set(ylabel="share of 200 instructions", xticks=steps, ylim=(0, 1))
-    left.legend(fontsize="small")
-    for script, found in trained_on_instructions(rows).items():
-        smooth = [mean(reward for _, reward in found[max(0, i - 1) : i + 2]) for i in range(len(found))]
-        right.plot([completions for completions, _ in found], smooth, label=script)
-    right.set(title="reward in training: one run each", xlabel="completions", ylim=(0, 1))
-    right.set_ylabel("mean reward of three steps")
-    right.legend(fontsize="small")
-    figure.savefig(PICTURES / "instructions.png", dpi=110, bbox_inches="tight")
+    """Draw docs/pictures/instructions.png: held-out instructions followed by step, and one of them before and after.
+
+    `python benchmark/real_model.py --page` draws it from benchmark/results/real_model.csv and real_model_samples.jsonl.
+    """
+    evaluated = [row for row in rows if row["run"] == "instructions" and "right" in row]
+    by_step = {}
+    for row in evaluated:
+        by_step.setdefault(row["step"], []).append(row["eval/accuracy"])
+    means = {step: mean(values) for step, values in by_step.items()}
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5), width_ratios=(1, 1.2))
+    figure.suptitle("GRPO on SmolLM2-135M: 200 held-out instructions, each with one constraint", size=13, y=0.97)
+
+    left.axhline(means[0], color="gray", linestyle="--")
+    left.text(20, means[0] - 0.02, f"before training: {means[0]:.2f}", color="dimgray", size=11, ha="right", va="top")
+    for seed in sorted({row["seed"] for row in evaluated}):
+        own = [row for row in evaluated if row["seed"] == seed]
+        values = [row["eval/accuracy"] for row in own]
+        left.plot([row["step"] for row in own], values, color="tab:blue", alpha=0.45, linewidth=1)
+    left.plot([*means], [*means.values()], color="tab:blue", linewidth=3)
+    left.text(0.3, 0.68, "bold: mean of 3 seeds", color="tab:blue", size=11, weight="bold")
+    left.text(20.4, means[20], f"{means[20]:.2f}", color="tab:blue", size=13, weight="bold", va="center")
+    left.set(xlabel="step (128 completions each)", ylabel="share that meets it (greedy)", ylim=(0, 0.75), xlim=(0, 23))
+    left.set_xticks([*means])
+    left.tick_params(labelsize=11)
+    left.xaxis.label.set_size(11)
+    left.yaxis.label.set_size(11)
+    left.spines[["top", "right"]].set_visible(False)
+
+    prompt, before, after = completions_of("quotes")
+    *instruction, constraint = prompt.split("\n\n")
+    right.axis("off")
+    right.set(xlim=(0, 1), ylim=(0, 1))
+    lines = (
+        ("prompt", "\n".join(instruction), "black", 1.0),
+        ("its constraint", constraint, "black", 0.72),
+        ("before training: not met", before["completion"], "firebrick", 0.51),
+        ("after 20 steps (seed 1): met", after["completion"], "darkgreen", 0.30),
+    )
+    for title, text, color, top in lines:
+        right.text(0, top, title, size=10, color=color, weight="bold", va="top")
+        right.text(0.02, top - 0.08, text, size=11.5, color=color, va="top")
+    note = "The reward checks only the constraint:\nneither answer is in the active voice."
+    right.text(0, 0.08, note, size=10, color="dimgray", va="top", style="italic")
+    figure.tight_layout()
+    figure.savefig(PICTURES / "instructions.png", dpi=125)
     plt.close(figure)
 
 
@@ -700,19 +683,22 @@ class Args:
     """of each"""
     together: int = 2
     """runs at a time; two cores are shared among them"""
+    results: Path = RESULT
+    """csv of finished runs, which are skipped"""
     show: bool = False
     """print the commands, run nothing"""
     page: bool = False
-    """make tables and pictures of the csv, run nothing"""
+    """make tables and the picture of the committed csv, run nothing"""
     pass_at: str | None = None
     """print pass@k of a checkpoint"""
 
 
 def main(args):
+    results = args.results.resolve()
     os.chdir(ROOT)
     if args.pass_at:
         return print(json.dumps(pass_at(args.pass_at, args.seeds[0])))
-    rows, jobs = read_csv(), set()
+    rows, jobs = read_csv(results), set()
     for name in args.runs:
         for seed in args.seeds:
             done = looks_of(row for row in rows if (row["run"], row["seed"]) == (name, seed))
@@ -731,11 +717,11 @@ def main(args):
         print(*map(shlex.join, commands), sep="\n")
         return None
     if not args.page:
-        make(jobs, args.together)
-    for page in PAGES:
-        page.write_text(write_page(page.read_text(), read_csv()))
-    draw(read_csv())
-    draw_instructions(read_csv())
+        make(jobs, args.together, results)
+    if results == RESULT:
+        for page in PAGES:
+            page.write_text(write_page(page.read_text(), read_csv()))
+        draw_instructions(read_csv())
 
 
 if __name__ == "__main__":

@@ -89,6 +89,8 @@ LOGITS_AT_ONCE = {"GPU": 2**27, "CPU": 2**25}  # as in the scripts
 CACHE_BLOCK = 128
 PROCESS = 0.7e9  # on a CPU: Python, the libraries, the data
 EVAL_SAMPLES = 4
+LETTERS = {"--lora-rank 8": "L", "--gradient-checkpointing": "C"}  # in the table of docs/memory.md
+LETTERS |= {"--microbatch-tokens": "M", "--rollout-batch-size": "R"}
 
 
 def load_config(name):
@@ -292,10 +294,10 @@ def as_flags(settings, before):
     return " ".join(f"--{name.replace('_', '-')}{value}" for name, value in words) or "defaults"
 
 
-def table(header, rows):
-    """Return a Markdown table."""
+def table(header, rows, space=""):
+    """Return a Markdown table, with this space around each cell."""
     lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+    return "\n".join(f"|{space}{f'{space}|{space}'.join(map(str, line))}{space}|" for line in lines)
 
 
 def in_gb(bytes_):
@@ -316,18 +318,22 @@ def parts_table(script, **settings):
     return table(["GB", *SHAPES], rows)
 
 
+def as_letters(flags):
+    """Return flags with a letter in place of each name."""
+    for flag, letter in LETTERS.items():
+        flags = flags.replace(flag, letter)
+    return flags
+
+
 def flags_table(script):
-    """Return a table of the flags to add to a script, by shape and GPUs."""
+    """Return a table of the flags to add to a script, as letters, by shape and GPUs."""
     settings, rows = read_settings(script), []
     for name in SHAPES:
         config = load_config(name)
         models = count_models(config, script)
         fits = [find_fit(config, settings, gb, ranks, models) for ranks, gb in CARDS]
-        rows.append([name, *(f"`{as_flags(fit, settings)}`" if fit else "no" for fit in fits)])
-    peak = max(account(config, settings, 8, models)[-1][1:])  # of the last shape
-    rows.append([f"README's command for eight GPUs: {name}", *[""] * 5, f"fits: {in_gb(peak)} GB each"])
-    text = table(["", *(f"{ranks} x {gb} GB" if ranks > 1 else f"{gb} GB" for ranks, gb in CARDS)], rows)
-    return text.replace("`defaults`", "defaults")
+        rows.append([name, *(as_letters(as_flags(fit, settings)) if fit else "no" for fit in fits)])
+    return table(["", *(f"{ranks} x {gb} GB" if ranks > 1 else f"{gb} GB" for ranks, gb in CARDS)], rows)
 
 
 def read_measured():
@@ -399,7 +405,8 @@ def main(args):
     for name, model in models.items():
         print(f"{name}: {model.blocks / 1e6:.1f} M parameters in its blocks, {model.root / 1e6:.1f} M outside them")
     rows = account(config, settings, args.ranks, models)
-    print(table(["GB", "rollout", "update"], [[name, in_gb(first), in_gb(second)] for name, first, second in rows]))
+    cells = [[name, in_gb(first), in_gb(second)] for name, first, second in rows]
+    print(table(["GB", "rollout", "update"], cells, space=" "))
     if gb := args.cpu_gb or args.gpu_gb:
         peak, fit = max(rows[-1][1:]), find_fit(config, settings, gb, args.ranks, models)
         answer = "fits" if peak <= USABLE * gb * 1e9 else "does not fit"

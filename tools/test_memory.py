@@ -344,6 +344,16 @@ def test_the_page_is_what_the_tool_writes(tmp_path):
     assert (tmp_path / "memory.md").read_text() == page, "python tools/memory.py --write docs/memory.md"
 
 
+def test_the_page_has_the_answer_to_its_command_for_eight_gpus(capsys, monkeypatch):
+    answer = r"`python tools/(memory.py [^`]*--gpu-gb 80)` prints a peak of (\S+) GB"
+    command, peak = re.search(answer, PAGE.read_text()).groups()
+    monkeypatch.setattr(sys, "argv", command.split())
+    memory.main(memory.parse_args())
+    said = capsys.readouterr().out
+    rollout, update = re.search(r"\| peak \| (\S+) \| (\S+) \|", said).groups()
+    assert max(float(rollout), float(update)) == float(peak) and "\nfits in 80 GB\n" in said
+
+
 def torchrun_commands():
     """Yield (page, command) for every torchrun command on the pages, with its lines joined."""
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").glob("*.md"))]:

@@ -93,7 +93,7 @@ def draw(results):
     rates = sorted({row["rate"] for row in results["rows"]})
     shape = {"figsize": (4 * len(rates), 3.4), "sharey": True, "constrained_layout": True, "squeeze": False}
     figure, axes = plt.subplots(1, len(rates), **shape)
-    figure.suptitle("Only with noise does bfloat16 follow float32 (the thick line under it)")
+    figure.suptitle("With noise, bfloat16 follows float32 (the thick line under it) at all three learning rates")
     for axis, rate in zip(axes[0], rates):
         for row in [row for row in results["rows"] if row["rate"] == rate]:
             width = 6 if row["kind"] == "float32" else 1.5
