@@ -1,4 +1,4 @@
-"""Tests of docs/fork.md and examples/http_judge.py: forks train, a judge may fail, and its test fails on a wrong loss."""
+"""Tests of docs/fork.md and examples/http_judge.py: forks train, a judge may fail, and tests fail on wrong losses."""
 
 import ast
 import http.server
@@ -14,7 +14,6 @@ import urllib.error
 
 import pytest
 import torch
-from helpers import tensor
 from sync_copies import MARKER, split
 from tiny import (
     ROOT,
@@ -57,7 +56,7 @@ ENTROPY_BONUS = {
     LEFT_OUT: "",
     BACKWARD: re.sub("(?m)^", "        ", BONUS.strip("\n")) + "\n" + BACKWARD,
     '(entropies.sum(), part["completion_mask"].sum())': '(entropies.detach().sum(), part["completion_mask"].sum())',
-    "    sampler_weight_cap: float": '    entropy_coef: float = 0.01\n    """a weight"""\n    sampler_weight_cap: float',
+    "    sampler_weight_cap: float": '    entropy_coef: float = 0.01\n    """weight"""\n    sampler_weight_cap: float',
 }
 COPY = "    cp grpo.py {0}.py\n    sed -n '/^--- {0}.py/,/^```$/p' docs/fork.md | git apply -p0\n"
 SIZES = {"prompts_per_step": 4, "group_size": 4, "minibatch_size": 8, "warmup_steps": 0, "learning_rate": 4e-4}

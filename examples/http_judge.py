@@ -3,8 +3,8 @@
     python examples/http_judge.py --dataset my_prompts.jsonl
 
 It takes the flags of grpo.py. The judge grades every completion by RUBRIC and is asked through OpenAI's chat interface,
-which vLLM and llama.cpp serve, too. Set URL, MODEL and HEADERS. The reward is the sum of the weighted grades, at most 1.
-docs/fork.md says what to do if the judge fails.
+which vLLM and llama.cpp serve, too. Set URL, MODEL and HEADERS. The reward is the sum of the weighted grades, at most
+1. docs/fork.md says what to do if the judge fails.
 """
 
 import http.client
@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import grpo  # noqa: E402, after its folder is on the path
+import grpo
 
 URL, MODEL = "http://localhost:8000/v1/chat/completions", "Qwen/Qwen2.5-7B-Instruct"
 HEADERS = {"Content-Type": "application/json", "Authorization": "Bearer none"}  # your key, if the server asks for one
