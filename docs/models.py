@@ -34,8 +34,8 @@ Some models have limits:
 - Models with longrope (some of `phi3`) read all rows of a batch differently as soon as one exceeds their original
   context. Then `policy/sampler_kl` grows.
 - `zamba` and `zamba2`, whose blocks share weights, train in float32 on one process only, and are not tested.
-- Layers that predict further tokens (`num_nextn_predict_layers`, `mtp_num_hidden_layers`) are neither trained nor saved.
-  Set this number to 0 in the `config.json` of a checkpoint for programs that look for them.
+- Layers that predict further tokens (`num_nextn_predict_layers`, `mtp_num_hidden_layers`) are neither trained nor
+  saved. Set this number to 0 in the `config.json` of a checkpoint for programs that look for them.
 - `biogpt` and `ctrl` do not name their blocks, so they need `--precision float32`.
 - `--lora-rank` adds adapters only to linear layers. Fused expert weights and the layers of GPT-2 get none."""
 SCORED = """
