@@ -47,7 +47,7 @@ REFUSAL = """
 These models end in an error: sampling cannot use their cache, or their LM head or base model is not supported. With an
 unsupported head, scripts that sample stop only after the first step in which `policy/sampler_kl` exceeds 0.5.
 
-| architecture | error message contains |
+| error message contains | architectures |
 |---|---|"""
 TEMPLATES = """
 ## Chat templates without a system message
@@ -63,7 +63,10 @@ def render(trained, refused):
     for title, group in trained.items():
         text += ["", f"**{title}**: {names(group)}."]
     text += [f"{SCORED}{names(every - set(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES))}.", REFUSAL]
-    text += [f"| `{name}` | {line} |" for name, (_, line) in refused.items()]
+    lines = {}
+    for name, (_, line) in refused.items():
+        lines.setdefault(line, []).append(name)
+    text += [f"| {line} | {names(group)} |" for line, group in lines.items()]
     return "\n".join([*text, TEMPLATES]) + "\n"
 
 

@@ -13,7 +13,7 @@ says above a function what differs in the terms of these tables:
 
     python tools/compare.py grpo gspo
 
-![compute_advantages and policy_loss of GRPO and GSPO side by side](pictures/compare.png)
+![policy_loss of GRPO and GSPO side by side](pictures/compare.png)
 
 What differs between two papers stands above the line `# ---- below`. Below it, the scripts that sample their own
 completions are the same, except for a few functions that `tests/sync_copies.py` lists. `python docs/side_by_side.py`
