@@ -720,30 +720,28 @@ HEAD = """# Details: what ten code bases do differently, and what it does to the
 Each row is a detail in which implementations differ. The numbers are exact: a tiny policy has 1,093 completions, so
 every expectation is a sum. Ten code bases were read at one commit each; a name links to the line.
 
-**The ten largest differences** (cosine of the expected gradient with that of the objective, after some training; the
-lowest of each detail, among variants with a name beside them; * acts only with an option set):
+**The ten largest differences** (cosine of the expected gradient with that of the objective, after some training; * acts
+only with an option set):
 
 {top}
 
 ![Cosine of each variant with the gradient of the objective, after training](pictures/details.png)
 
-*The picture has the details with a cosine below 0.99 at the start or after training.*
+*Details with a cosine below 0.99 at the start or after training.*
 
 ## How to read the tables
 
 - **Cell:** cosine with the gradient of the objective; relative error and ratio of the norms in brackets. A cosine of
-  1.000 with an error is **scale only**: AdamW ignores a constant factor; gradient clipping and a KL weight do not. A
-  lower cosine turns the gradient.
-- **Objective:** the expected reward of the policy, unless a note names another. KL rows: the KL divergence from the
-  reference. DPO and SFT: the first variant.
+  1.000 with an error is **scale only**: AdamW ignores a constant factor; gradient clipping and a KL weight do not.
+- **Objective:** the expected reward, unless a note names another. KL rows: the KL divergence from the reference. DPO
+  and SFT: the first variant.
 - **Policy:** a random Llama with 4,816 weights, 4 tokens and at most 6 per completion. A completion is right if a 3
   directly follows a 2. "start" is right with {start}; "trained" follows eight exact steps and is right with {trained}.
   "rounds" is trained, with a sampler whose logits are rounded to quarters.
 - **Reference:** of "trained" it is the start, of "start" the start with noise of 0.3 in its log-probabilities.
 - **What may not carry over:** how far a cosine is from 1. Real completions are longer, and real rewards depend on their
   length in another way.
-- **Groups** have 8 completions; where a batch is split, it has 6, in two parts of 3. They are summed by type. "ours" is
-  what our scripts do.
+- **Groups** have 8 completions; where a batch is split, it has two parts of 3. "ours" is what our scripts do.
 - **Defaults only:** a code base stands beside its default, or beside the option in brackets. No name means: not found
   in it, or not confirmed.
 
@@ -758,13 +756,13 @@ TOP = (
         "P05",
         "A",
         "A clipped value loss (TRL, summarize, `ppo_rlhf.py`), where an update moves values by up to 0.5 and the clip "
-        "is 0.2: right completions lose their gradient first; with a mean per completion (oat, rlhf-book) <P05 C>",
+        "is 0.2; with a mean per completion (oat, rlhf-book) <P05 C>",
     ),
     (
         "P07",
         "A",
-        "Score −1 for a completion without a stop token, where scores are 0 and 1 (summarize): the gradient points "
-        "mostly to stopping; `ppo_rlhf.py` subtracts 1, <P07 B>",
+        "Score −1 for a completion without a stop token, where scores are 0 and 1 (summarize); "
+        "`ppo_rlhf.py` subtracts 1, <P07 B>",
     ),
     ("P02", "D", "A KL penalty per completion that is the mean of r − log r − 1 (rlhf-book)*"),
     (
@@ -787,8 +785,7 @@ FOOT = """
 |---|---|---|---|
 {rows}
 
-`python docs/details.py` computes the numbers and writes this page from `docs/details.json`, which has file and line of
-each cell. A cell that could not be confirmed at the commit was left out.
+`python docs/details.py` computes the numbers and writes this page from `docs/details.json`.
 """
 SITUATIONS = ("start", "trained", "rounds")
 LETTERS = "ABCDEFGH"
@@ -845,7 +842,7 @@ def render(found, right):
         cosine = found[detail][variant]["trained"][1]
         for other, key in re.findall(r"<(\w+) (\w+)>", sentence):
             sentence = sentence.replace(f"<{other} {key}>", f"{found[other][key]['trained'][1]:.3f}")
-        top.append(f"{number}. {sentence}: {cosine:.3f} ([{title}](#{anchor(title)})).")
+        top.append(f"{number}. {sentence}: [{cosine:.3f}](#{anchor(title)}).")
     table = [
         f"|[{NAMES.get(name, name)}](https://github.com/{found_at['repo']})|`{found_at['commit'][:8]}`|{found_at['date']}|"
         for name, found_at in snapshots.items()

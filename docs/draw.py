@@ -1,16 +1,23 @@
-"""Draw the pictures of docs/pictures that explain the scripts (anatomy, data_flow, family_map): python docs/draw.py"""
+"""Draw the pictures that explain the scripts: python docs/draw.py
+
+It writes anatomy.png, data_flow.png, family_map.png and compare.png to docs/pictures.
+"""
 
 import ast
 import io
+import sys
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyBboxPatch
+from matplotlib.patches import FancyBboxPatch, Rectangle
 from PIL import Image, PngImagePlugin
 
 ROOT, PICTURES = Path(__file__).resolve().parent.parent, Path(__file__).resolve().parent / "pictures"
 BLUE, ORANGE, BROWN, GREY, PALE = "#d6e8f7", "#fde3bd", "#8a3b00", "#484848", "#f4f4f4"
 CODE = {"family": "DejaVu Sans Mono", "size": 12.5}
+sys.path.append(str(ROOT / "tools"))
+
+import compare  # noqa: E402, after its folder is on the path
 
 
 def table(text):
@@ -59,7 +66,7 @@ FLOW = table("""
     policy | with new weights""")
 # script | title | what a row of its data has | the script that it starts from | what changes, as in side_by_side.md
 FAMILY = table("""
-    dr_grpo | Dr. GRPO | prompt, answer | grpo | advantage R − mean; weight 1 / (L × N); no KL
+    dr_grpo | Dr. GRPO | prompt, answer | grpo | advantage R − mean; weight 1/(L × N); no KL ; cut off: counts as wrong
     dapo | DAPO | prompt, answer | grpo | clips 0.2 below, 0.28 above; no groups with equal rewards; no KL
     gspo | GSPO | prompt, answer | grpo | ratio of the completion; clips 3e-4 below, 4e-4 above; no KL
     cispo | CISPO | prompt, answer | grpo | clips nothing: the ratio, capped at 5, weights log π; no KL
@@ -97,13 +104,43 @@ def definitions(script):
 
 
 def parts():
-    """PARTS, with first line, last line, and the fewest and most scripts that have the same text of a name."""
-    scripts, found = {row[0]: definitions(row[0]) for row in FAMILY}, []
+    """PARTS, with the first and the last line of each."""
+    own, found = definitions("grpo"), []
     for title, names, *note in PARTS:
-        names, own = names.split(), scripts["grpo"]
-        copies = [sum(other.get(name, "-")[-1] == own[name][2] for other in scripts.values()) for name in names]
-        found.append((title, names, "".join(note), own[names[0]][0], own[names[-1]][1], min(copies), max(copies)))
+        names = names.split()
+        last = max(own[name][1] for name in names)
+        found.append((title, names, "".join(note), own[names[0]][0], last))
     return found
+
+
+def anatomy():
+    """Return parts, and how many lines stand above and below the line."""
+    length = len((ROOT / "grpo.py").read_text(encoding="utf-8").splitlines())
+    above = definitions("grpo")["below"][0] - 1
+    return parts(), above, length - above
+
+
+def loss_rows():
+    """Return the lines of policy_loss of grpo.py and gspo.py: pairs of [(text, whether it differs)], or of None.
+
+    The docstrings, and what follows the loss (metrics), are left out.
+    """
+    left, right = compare.read_script("grpo"), compare.read_script("gspo")
+    [section] = [found for found in compare.compare(left, right, {}) if found["names"] == ["policy_loss"] * 2]
+    rows = []
+    for kind, i, j, *tokens in section["rows"]:
+        if kind == "=":
+            rows += [([(line, False)], [(line, False)]) for line in left["text"][i : i + tokens[0]]]
+            continue
+        pair = [None, None]
+        for side, place, found in ((0, i, tokens[0]), (1, j, tokens[1])):
+            if place is not None:
+                pair[side] = [(token[1], len(token) < 3 or token[2]) for token in found]
+        rows.append(tuple(pair))
+    texts = ["".join(text for text, _ in row[0] or row[1]) for row in rows]
+    signature = texts.index("):") + 1
+    body = max(place for place, text in enumerate(texts) if text.endswith('"""')) + 1
+    return rows[:signature] + rows[body : texts.index("    num_tokens = mask.sum()")]
 
 
 def flow():
@@ -131,9 +168,10 @@ class Picture:  # its unit is a pixel at a width of 900, and y points down
     def box(self, x, y, width, height, colour):
         self.axes.add_patch(FancyBboxPatch((x, y), width, height, "round,rounding_size=5", fc=colour, ec=GREY, lw=1))
 
-    def arrow(self, *points):
-        self.axes.plot(*zip(*points[:-1]), color=GREY, lw=1.3, snap=False)
-        head = {"arrowstyle": "-|>", "color": GREY, "shrinkA": 0, "shrinkB": 0, "lw": 1.3}
+    def arrow(self, *points, dashed=False):
+        style = "dashed" if dashed else "solid"
+        self.axes.plot(*zip(*points[:-1]), color=GREY, lw=1.3, snap=False, linestyle=style)
+        head = {"arrowstyle": "-|>", "color": GREY, "shrinkA": 0, "shrinkB": 0, "lw": 1.3, "linestyle": style}
         self.axes.annotate("", points[-1], points[-2], arrowprops=head)
 
     def save(self, name, shown):
@@ -144,25 +182,33 @@ class Picture:  # its unit is a pixel at a width of 900, and y points down
 
 
 def draw_anatomy():
-    about = "lines, parts, names; at the right, how many of the 13 scripts have the same text of a name (fewest–most)"
-    picture, y, colour = Picture(1232, "The anatomy of a script: grpo.py", about), 76, ORANGE
-    for place, side in ((262, "differs between scripts"), (844, "identical copies")):
-        picture.text(36, place, side, size=15, rotation=90, ha="center", va="center", weight="bold")
-    for title, names, note, first, last, *copies in parts():
+    rows, above, below = anatomy()
+    about = "lines, parts and names of functions; below the line, the parts follow the order of use"
+    height = 1194
+    picture, y = Picture(height, "The anatomy of a script: grpo.py", about), 84
+    middle = 24 + 852 * above / (above + below)
+    picture.box(24, y, middle - 26, 34, ORANGE)
+    picture.box(middle + 2, y, 876 - middle - 2, 34, BLUE)
+    picture.text(34, y + 17, f"{above} lines", weight="bold")
+    picture.text(middle + 12, y + 17, f"{below} of {above + below} lines: copies that scripts share", weight="bold")
+    y += 50
+    for title, names, note, first, last in rows:
         if names == ["below"]:
-            picture.text(66, y + 14, f"{first}  {definitions('grpo')['below'][2]}", color=BROWN, weight="bold", **CODE)
-            y, colour = y + 34, BLUE
+            picture.text(34, y + 12, f"{first}  {definitions('grpo')['below'][2]}", color=BROWN, weight="bold", **CODE)
+            y += 30
+            picture.box(24, y, 852, height - y - 12, BLUE)
             continue
-        names = ["  ".join(names[i : i + 7]) for i in range(0, len(names), 7)]
-        height = 31 + 16 * len(names)
-        picture.box(58, y, 818, height - 4, colour)
-        picture.text(66, y + 13, f"{first}–{last}", **CODE)
-        picture.text(160, y + 13, title, weight="bold")
-        picture.text(310, y + 13, note)
-        picture.text(160, y + 22 + 8 * len(names), "\n".join(names), **CODE)
-        picture.text(864, y + 13, "–".join(map(str, sorted({*copies}))), ha="right")
-        y += height
-    picture.save("anatomy", parts())
+        lines = ["  ".join(names[i : i + 7]) for i in range(0, len(names), 7)]
+        step = 24 + 16 * len(lines)
+        if first < above:
+            step += 7
+            picture.box(24, y, 852, step - 4, ORANGE)
+        picture.text(34, y + 13, f"{first}–{last}", **CODE)
+        picture.text(134, y + 13, title, weight="bold")
+        picture.text(300, y + 13, note)
+        picture.text(134, y + 22 + 8 * len(lines), "\n".join(lines), **CODE)
+        y += step
+    picture.save("anatomy", anatomy())
 
 
 def draw_flow():
@@ -186,8 +232,9 @@ def draw_flow():
 
 
 def draw_family():
-    picture = Picture(790, "The family of the thirteen scripts", "arrow: what changes; box: the columns of the data")
-    places = [*((696, 84 + 70 * i) for i in range(8)), (696, 688), (350, 688), (24, 688), (24, 294), (24, 84)]
+    about = "arrow: what changes; dashed: PPO is older than GRPO; box: the columns of the data"
+    picture = Picture(830, "The family of the thirteen scripts", about)
+    places = [*((696, 104 + 70 * i) for i in range(8)), (696, 708), (350, 708), (24, 708), (24, 314), (24, 104)]
     places = dict(zip([row[0] for row in FAMILY], places))
     for script, title, data, *step in FAMILY:
         x, y = places[script]
@@ -195,18 +242,61 @@ def draw_family():
         for dy, text, style in ((11, title, {"weight": "bold"}), (29, f"{script}.py", CODE), (46, data, {})):
             picture.text(x + 8, y + dy, text, **style)
         if script == "grpo":
-            picture.arrow((36, 144), (36, 294))
-            picture.text(46, 219, step[1].replace("; ", "\n"), va="center")
+            picture.arrow((36, 164), (36, 314))
+            picture.text(46, 239, step[1].replace("; ", "\n"), va="center")
         elif step:
             left, top = places[step[0]]
-            picture.arrow((left + 180, top + 30), (left + 200, top + 30), (left + 200, y + 30), (x, y + 30))
-            picture.text(left + 190 + 20 * (y < 670), y + 26, step[1].replace(" ; ", "\n"), va="bottom")
-    picture.arrow((440, 688), (440, 622), (696, 622))
-    picture.text(450, 636, "its score is the reward")
-    picture.text(24, 770, "sft.py also made the bundled model, from which the others start", color=GREY)
+            start = [(left + 180, top + 30), (left + 200, top + 30), (left + 200, y + 30)]
+            if script == "ppo_rlhf":
+                start = [(left + 90, top + 60), (left + 90, y + 30)]
+            picture.arrow(*start, (x, y + 30), dashed=script == "ppo_rlhf")
+            picture.text(left + 190 + 20 * (y < 690), y + 26, step[1].replace(" ; ", "\n"), va="bottom")
+    picture.arrow((440, 708), (440, 642), (696, 642))
+    picture.text(450, 656, "its score is the reward")
+    legend = "L: --max-completion-length; N: completions of an optimizer step; s_w, s_l: scores of chosen and rejected"
+    picture.text(24, 790, legend, color=GREY)
+    picture.text(24, 812, "sft.py also made the bundled model, from which the others start", color=GREY)
     picture.save("family_map", FAMILY)
 
 
+def draw_compare():
+    rows = []  # pairs of lines that are short enough, whether they differ, and whether their letters are compared
+    for pair in loss_rows():
+        left, right = [wrap(line) if line else [] for line in pair]
+        for i in range(max(len(left), len(right))):
+            rows.append((left[i : i + 1], right[i : i + 1], pair[0] != pair[1], None not in pair))
+    about = "coloured: what differs; docstrings and metrics are left out"
+    picture = Picture(100 + 17 * len(rows), "policy_loss of grpo.py and of gspo.py", about)
+    for number, (left, right, differs, compared) in enumerate(rows):
+        y = 84 + 17 * number
+        for x, lines, pale, dark in ((20, left, "#ffe9df", "#ffb698"), (460, right, "#e4f1ff", "#9bcdff")):
+            for line in lines:
+                if differs:
+                    picture.axes.add_patch(Rectangle((x - 4, y), 434, 17, fc=pale, lw=0))
+                for place, (_, marked) in enumerate(line):
+                    if marked and compared:
+                        picture.axes.add_patch(Rectangle((x + LETTER * place, y), LETTER, 17, fc=dark, lw=0))
+                text = "".join(letter for letter, _ in line)
+                picture.text(x, y + 9, text, family="DejaVu Sans Mono", size=11)
+    picture.save("compare", loss_rows())
+
+
+LETTER = 6.875  # the width of a letter of size 11, which is 11 pixels of the file
+
+
+def wrap(tokens, width=62):
+    """Return a line of tokens (text, whether it differs) as lines of letters, broken at spaces."""
+    rest, lines = [(letter, marked) for text, marked in tokens for letter in text], []
+    while len(rest) > width:
+        text = "".join(letter for letter, _ in rest[:width])
+        end = text.rindex(" ")
+        if not text[:end].strip():  # one word fills the line
+            end = width
+        lines.append(rest[:end])
+        rest = [(" ", False)] * 8 + rest[end:]
+    return [*lines, rest]
+
+
 if __name__ == "__main__":
-    for draw in (draw_anatomy, draw_flow, draw_family):
+    for draw in (draw_anatomy, draw_flow, draw_family, draw_compare):
         draw()

@@ -12,7 +12,7 @@ The tables compare all scripts. This command opens a page that shows two of them
 
     python tools/compare.py grpo gspo
 
-![compute_advantages and policy_loss of GRPO and GSPO side by side](pictures/compare.png)
+![policy_loss of GRPO and GSPO side by side](pictures/compare.png)
 
 ## Symbols
 

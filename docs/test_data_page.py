@@ -1,4 +1,4 @@
-"""Tests of docs/data.md: its folder of two datasets is read, and its rule accepts what the page says.
+"""Tests of docs/data.md: its folder of two datasets is read, and examples/my_math.py accepts what the page says.
 
 Tests that need math-verify are skipped without it: pip install math-verify
 """
@@ -18,8 +18,11 @@ import grpo
 
 PAGE = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
 TEXT = " ".join(PAGE.split())
-[RULE] = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-CONDITIONS = ' or isinstance(gold, Fraction) or UNSAFE.search(f"{gold} {given}")'
+RULE = (ROOT / "examples" / "my_math.py").read_text(encoding="utf-8")
+CONDITIONS = """\
+    if isinstance(gold, Fraction) or UNSAFE.search(f"{gold} {given}"):
+        return False
+"""
 CASES = read_jsonl(DATA / "verifier_cases.jsonl")
 
 
@@ -34,11 +37,16 @@ def verified(monkeypatch):
     """Replace math-verify by a stub that accepts everything; return what it is asked to compare."""
     asked = []
 
-    def verify(gold, given):
+    def parse(text, parsing_timeout):
+        assert parsing_timeout == 1
+        return text
+
+    def verify(gold, given, timeout_seconds):
+        assert timeout_seconds == 1
         asked.append((gold, given))
         return True
 
-    monkeypatch.setitem(sys.modules, "math_verify", SimpleNamespace(parse=lambda text: text, verify=verify))
+    monkeypatch.setitem(sys.modules, "math_verify", SimpleNamespace(parse=parse, verify=verify))
     return asked
 
 
@@ -84,6 +92,7 @@ def test_math_verify_is_not_asked_about_anything_else(answer, text, verified, tm
 def test_started_as_a_program_it_replaces_the_rule_of_reward_and_accuracy(tmp_path, monkeypatch):
     (tmp_path / "my_math.py").write_text(RULE, encoding="utf-8")
     monkeypatch.setattr(grpo, "is_correct", grpo.is_correct)  # so that it is put back
+    monkeypatch.setattr(sys, "path", [*sys.path])
     seen = []
 
     def main(_args):

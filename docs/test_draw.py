@@ -30,13 +30,29 @@ def test_lines_are_those_of_the_parts():
         assert LINES[last] == "" and LINES[last - 1] != "", title
 
 
-def test_copies_are_those_of_the_table_of_shared_names():
-    shared = {name: len(scripts) for name, scripts in SHARED if "grpo" in scripts}
-    rows = draw.parts()
+def test_parts_below_the_line_are_shared_names_and_the_bar_counts_their_lines():
+    rows, above, below = draw.anatomy()
+    shared = {name: scripts for name, scripts in SHARED if "grpo" in scripts}
     line = [row[0] for row in rows].index("the line")
-    for title, names, _, _, _, fewest, most in rows[line + 1 :]:
-        counts = [shared[name] for name in names]
-        assert (fewest, most) == (min(counts), max(counts)), title
+    for title, names, *_ in rows[line + 1 :]:
+        assert all(len(shared[name]) > 1 for name in names), title
+    assert LINES[above].startswith(MARKER.strip()[:12]) and above + below == len(LINES)
+    assert all(row[4] <= above for row in rows[:line]) and all(row[3] > above for row in rows[line:])
+
+
+def test_the_two_losses_are_those_of_the_scripts_and_what_differs_is_marked():
+    sources = [(draw.ROOT / f"{script}.py").read_text(encoding="utf-8") for script in ("grpo", "gspo")]
+    losses = [source.partition("\ndef policy_loss(")[2].partition("\ndef ")[0] for source in sources]
+    rows = draw.loss_rows()
+    for side, loss in enumerate(losses):
+        found = ["".join(text for text, _ in row[side]) for row in rows if row[side] is not None]
+        signature, _, body = loss.split('"""')[:3]
+        wanted = f"def policy_loss({signature}{body.partition('    num_tokens')[0]}".splitlines()
+        assert [line for line in found if line.strip()] == [line for line in wanted if line.strip()]
+    for pair in rows:
+        if None not in pair:
+            same = ["".join(text for text, differs in line if not differs) for line in pair]
+            assert same[0] == same[1]
 
 
 def test_a_name_that_is_not_there_is_an_error(monkeypatch):
@@ -69,7 +85,13 @@ def test_family_has_all_scripts_and_the_numbers_of_the_tables():
 
 
 @pytest.mark.parametrize(
-    "name, shown", [("anatomy", draw.parts), ("data_flow", draw.flow), ("family_map", lambda: draw.FAMILY)]
+    "name, shown",
+    [
+        ("anatomy", draw.anatomy),
+        ("data_flow", draw.flow),
+        ("family_map", lambda: draw.FAMILY),
+        ("compare", draw.loss_rows),
+    ],
 )
 def test_pictures_are_small_and_up_to_date(name, shown):
     path = draw.PICTURES / f"{name}.png"

@@ -365,19 +365,25 @@ def test_pages_are_short_and_edit_nothing_below_the_line(name, folder):
 # ---- one-line forks, in fork.md
 
 
-@pytest.fixture(scope="module", params=["SAPO", "IcePop", "REINFORCE++"])
+@pytest.fixture(scope="module", params=["SAPO", "IcePop", "MC-GRPO", "REINFORCE++"])
 def short_fork(request, tmp_path_factory):
     """Return the name, and grpo.py with the line of fork.md as a module."""
     old, new = ONE_LINE[request.param]
     source = (ROOT / "grpo.py").read_text(encoding="utf-8")
-    assert source.count(old) == 1 and len(ONE_LINE) == 3
+    assert source.count(old) == 1 and len(ONE_LINE) == 4
     path = tmp_path_factory.mktemp("short") / "short.py"
     path.write_text(source.replace(old, new), encoding="utf-8")
     return request.param, load_module(path)
 
 
 def check_short(name, script):
-    """Check by hand: soft gates at ratios of 1.5 and 0.5; weights of 0.4, 0.6, 1.8 and 3; two groups of four."""
+    """Check by hand: soft gates at ratios of 1.5 and 0.5; weights of 0.4, 0.6, 1.8 and 3; groups of four or five."""
+    if name == "MC-GRPO":  # the groups have many values, two right, three right, or all equal
+        rewards = tensor([0.1, 0.2, 0.9, 0.4, 0.3, 1, 0, 0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 1, 1])
+        centred = tensor([-0.2, -0.1, 0.6, 0.1, 0.0, 1, 0, 0, 0, 1, 0, 0, -1, -1, 0, 0, 0, 0, 0, 0])
+        stds = tensor([0.097**0.5, 0.3**0.5, 0.3**0.5, 0.0]).repeat_interleave(5)  # 0.388 / 4, and 1.2 / 4
+        found = script.compute_advantages(rewards, 5)
+        return torch.testing.assert_close(found, centred / (stds + 1e-4), rtol=1e-12, atol=1e-15)
     if name == "REINFORCE++":
         found = script.compute_advantages(tensor([1, 0, 0, 0, 1, 1, 0, 0]), 4)
         centred = tensor([0.75, -0.25, -0.25, -0.25, 0.5, 0.5, -0.5, -0.5])
