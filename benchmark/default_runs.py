@@ -55,7 +55,7 @@ SAMPLED = {  # on the completions of each step; the pictures show more
 DIGITS = {"rollout/tool_tokens": 1}  # after the point, if not 3
 # What the pages name outside of the tables, and loss/kl, which is in the csv but no longer logged.
 OTHERS = ["reward/mean", "reward/zero_std", "loss/policy", "loss/kl"]
-OTHERS += ["rollout/length_mean", "policy/entropy", "policy/ref_kl"]
+OTHERS += ["rollout/length_mean", "policy/entropy", "policy/ref_kl", "policy/approx_kl", "eval/pass@4"]
 OTHERS += ["policy/clip_fraction_low", "policy/clip_fraction_high", "policy/cap_fraction"]
 OTHERS += ["optim/grad_norm", "optim/value_grad_norm", "rollout/truncated", "rollout/rounds", "rollout/steps"]
 OTHERS += ["perf/step_seconds"]

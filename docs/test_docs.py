@@ -195,6 +195,9 @@ def test_the_table_against_trl_is_that_of_the_measurements():
     assert f"0.66 to {bundled[4]:.2f} times" in text and "0.66" in {numbers[4] for _, numbers in measured}
 
 
+METRICS_SHOWN = ("eval/accuracy", "eval/pass@1", "eval/pass@4")
+
+
 def test_the_reference_run_is_seed_1_of_the_csv():
     steps = [row for row in default_runs.read_rows() if (row["script"], row["seed"]) == ("grpo", 1)]
     evaluated = [row for row in steps if "eval/accuracy" in row]
@@ -202,6 +205,9 @@ def test_the_reference_run_is_seed_1_of_the_csv():
     for metric, words in (("eval/accuracy", "accuracy rises"), ("eval/pass@1", "pass@1")):
         first, last = (evaluated[end][metric] for end in (0, -1))
         assert f"{words} from {first:.3f} to {last:.3f}" in text
+    for row in (evaluated[0], evaluated[-1]):
+        shown = ", ".join(f"{name.removeprefix('eval/')} {row[name]:.3f}" for name in METRICS_SHOWN)
+        assert f"evaluation after step {row['step']:.0f}: reward {row['eval/accuracy']:.3f}, {shown}\n" in PAGES["README.md"]
 
 
 def test_tables_of_the_default_runs_are_those_of_the_csv():
