@@ -133,20 +133,19 @@ def spread(values, digits=3):
     return f"{mean(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
-def cost_of(rows, script):
-    """Return the mean minutes of a script's runs, and their highest memory in GiB."""
-    last = [row for row in rows if row["script"] == script and "minutes" in row]
-    return [f"{mean(row['minutes'] for row in last):.1f}", f"{max(row['gib'] for row in last):.2f}"]
+def minutes_of(rows, script):
+    """Return the mean minutes of a script's runs."""
+    return f"{mean(row['minutes'] for row in rows if row['script'] == script and 'minutes' in row):.1f}"
 
 
 def table_of_all(rows):
-    """Return the table of docs/results.md: accuracy and pass@1 after training, and what the runs cost."""
+    """Return the table of docs/results.md: accuracy and pass@1 after training, and minutes."""
     lines = []
     for script in SCRIPTS:
         if has(rows, script, "eval/accuracy"):
             after = [before_and_after(rows, script, metric)[1] for metric in ("eval/accuracy", "eval/pass@1")]
-            lines.append([f"`{script}.py`", *map(spread, after), *cost_of(rows, script)])
-    return table(["script", "greedy accuracy", "pass@1", "minutes", "GiB"], lines)
+            lines.append([f"`{script}.py`", *map(spread, after), minutes_of(rows, script)])
+    return table(["script", "greedy accuracy", "pass@1", "minutes"], lines)
 
 
 def table_of_own(rows):
@@ -156,9 +155,9 @@ def table_of_own(rows):
         for metric in ("eval/score", "eval/pair_accuracy", "eval/loss"):
             if has(rows, script, metric):
                 before, after = before_and_after(rows, script, metric)
-                cost = cost_of(rows, script) if script in ("reward_model", "sft") else ["", ""]  # else above
-                lines.append([f"`{script}.py`", f"`{metric}`", f"{mean(before):.3f}", spread(after), *cost])
-    return table(["script", "metric", "before", "after", "minutes", "GiB"], lines)
+                minutes = minutes_of(rows, script) if script in ("reward_model", "sft") else ""  # else above
+                lines.append([f"`{script}.py`", f"`{metric}`", f"{mean(before):.3f}", spread(after), minutes])
+    return table(["script", "metric", "before", "after", "minutes"], lines)
 
 
 def table_of(rows, script):

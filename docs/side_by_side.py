@@ -25,6 +25,8 @@ w=\min\left(\frac{\pi_\text{old}(o_{it})}{\pi_\text{sampler}(o_{it})},\text{cap}
 ```
 
 - π is π_θ(oᵢₜ), and sg stops the gradient.
+- A is the advantage, clip(r) is r between 1 − lower and 1 + upper clip range, and the caps of w and of CISPO's r are
+  flags of their own. β weights the KL term (`--kl-coef`), except in DPO, where it is `--beta`.
 - N is the number of completions of an optimizer step, and L is `--max-completion-length`.
 - w, near 1, corrects the sampler's rounding. In GSPO it is one number per completion, a geometric mean; in REINFORCE
   π_θ stands for π_old. Scripts that sample nothing have no w, and GKD has none.
@@ -40,13 +42,13 @@ HEAD = """
 min(s A, clip(s) A), one per completion|sg(min(r, cap)) A log π|
 |advantage Aᵢ|R − b, where b is 0, the group's mean, or the mean of the others|(R − mean) / std|R − mean|\
 (R − mean) / std|(R − mean) / std|(R − mean) / std|
-|reward R|rule|rule|rule; a truncated completion gets its group's lowest reward, or 0 if that is lower|\
+|reward R|rule|rule|rule; a truncated completion gets the lower of 0 and its group's lowest reward|\
 ±1 by the rule, overlong penalty|rule|rule|
 |weight of a token|1 / N|1 / (\\|oᵢ\\| × N)|1 / (L × N)|1 / number of tokens|\
 1 / (\\|oᵢ\\| × N): 1 / N by the mean, 1 / \\|oᵢ\\| by the gradient of s|1 / number of tokens|
 |ratio|none|of the token|of the token|of the token|of the completion, its tokens' geometric mean|\
 of the token|
-|clipping|none|0.2|0.2|0.2 below, 0.28 above|3e-4 below, 4e-4 above|none; r is capped at 5|
+|clipping|none|0.2|0.2|0.2 below, 0.28 above|3e-4 below, 4e-4 above|none; r is at most 5|
 |KL|none|k3 to the initial model, in the loss|none|none|none|none|
 |groups with equal rewards|skipped|only the KL term|skipped|replaced by other prompts|skipped|skipped|
 |models in memory|policy|policy, reference|policy|policy|policy|policy|
