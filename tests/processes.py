@@ -27,10 +27,12 @@ SECONDS = 600  # after which something hangs, however loaded the machine is
 class Forked:
     """A process that runs code with sys.argv and more environment; its interface is that of subprocess.Popen."""
 
+    daemon = True
+
     def __init__(self, code, argv, **environment):
         self.log = tempfile.NamedTemporaryFile()
         arguments = code, list(map(str, argv)), environment, os.getcwd(), self.log.name
-        self.process = CONTEXT.Process(target=execute, args=arguments, daemon=True)
+        self.process = CONTEXT.Process(target=execute, args=arguments, daemon=self.daemon)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'tests'}", prepend=os.pathsep)  # for the server
             CONTEXT.set_forkserver_preload(["libraries"])
@@ -51,6 +53,12 @@ class Forked:
             raise TimeoutError(Path(self.log.name).read_text())
         self.returncode = self.process.exitcode
         return Path(self.log.name).read_text(), None
+
+
+class Parent(Forked):
+    """A process that may have children: they end when it ends, and it does not when the tests are interrupted."""
+
+    daemon = False
 
 
 class Ranks:
@@ -86,11 +94,11 @@ def run_on_ranks(file, *argv, **environment):
     assert ranks.returncode == 0, f"{[rank.returncode for rank in ranks.forked]} {output[-4000:]}"
 
 
-def run_file(file, *argv, given="", expected=0):
+def run_file(file, *argv, given="", expected=0, kind=Forked):
     """Run a file of the repository as the command line does, with this standard input; return what it printed."""
     code = f"import io, runpy, sys; sys.stdin = io.StringIO({given!r})\nsys.path.insert(0, {str(file.parent)!r})\n"
     code += f"runpy.run_path({str(file)!r}, run_name='__main__')"
-    return finish(Forked(code, [file, *argv]), expected)
+    return finish(kind(code, [file, *argv]), expected)
 
 
 ASK = """#!/bin/sh
@@ -135,6 +143,7 @@ def execute(code, argv, environment, folder, log):
     os.environ |= environment
     os.chdir(folder)
     sys.argv = argv
+    multiprocessing.set_start_method(None, force=True)  # the usual one
     try:
         exec(compile(code, argv[0], "exec"), {"__name__": "__main__"})
     finally:

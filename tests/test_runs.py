@@ -12,11 +12,12 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 import wandb
-from processes import Forked, assert_same_run
+from processes import Forked, Parent, assert_same_run, run_file
 from tiny import ROOT, edit_json, exit_line, parse, read_jsonl, write_jsonl
 from torch.distributed.checkpoint import CheckpointException
 
@@ -176,14 +177,16 @@ time.sleep(600)
 
 
 def test_a_run_that_another_process_runs_is_refused_until_that_process_ends(run):
-    holder = subprocess.Popen([sys.executable, "-c", HOLD, run], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    holder = Forked(HOLD, ["hold.py", run])
     try:
-        assert holder.stdout.readline() == "locked\n"
+        while Path(holder.log.name).read_text() != "locked\n":
+            assert holder.poll() is None
+            time.sleep(0.02)
         before = files_of(run)
         assert exit_line(grpo, resume=run, num_steps=3) == f"{run}: another process is still running this run"
         assert files_of(run) == before
     finally:
-        holder.kill()
+        holder.send_signal(signal.SIGKILL)
         holder.communicate()
     grpo.main(parse(grpo, resume=run, num_steps=3))  # with its lock left by the kill
     grpo.main(parse(grpo, resume=run, num_steps=4))  # and in the process that has the lock
@@ -197,8 +200,7 @@ def test_a_training_run_holds_its_lock_until_it_ends(sums, tmp_path, monkeypatch
 
     def score(*given):
         if not refused:
-            second = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-            refused.append(second.stderr.strip())
+            refused.append(Forked(code, ["second.py"]).communicate()[0].strip())
         return score_completions(*given)
 
     monkeypatch.setattr(grpo, "score_completions", score)
@@ -309,11 +311,14 @@ def test_rows_without_answers_need_a_reward_of_ones_own_and_the_first_evaluation
 
 NO_MEMORY = """
 import sys, torch, {script} as script
-sys.argv[0] = "{script}.py"
 def accumulate_gradients(*_):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
 script.accumulate_gradients = accumulate_gradients
-script.main(script.parse_args())
+try:
+    script.main(script.parse_args())
+except torch.OutOfMemoryError:
+    sys.excepthook(*sys.exc_info())  # as at the end of a process
+    sys.exit(1)
 """
 
 
@@ -324,10 +329,10 @@ def test_out_of_memory_says_what_to_do(script, flag, tmp_path, sums):
     flags = flags_of(tmp_path / "run", sums)
     if script == "sft":
         flags = ["--dataset", tmp_path / "sft.jsonl", "--run-dir", tmp_path / "run", "--num-steps", "1"]
-    command = [sys.executable, "-c", NO_MEMORY.format(script=script), *map(str, flags)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    *_, message, advice = done.stderr.splitlines()
-    assert done.returncode == 1 and message.endswith("OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB.")
+    process = Forked(NO_MEMORY.format(script=script), [f"{script}.py", *flags])
+    *_, message, advice = process.communicate()[0].splitlines()
+    assert message.endswith("OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB.")
+    assert process.returncode == 1
     assert flag in advice and "python tools/memory.py --script" in advice and "--gradient-checkpointing" in advice
 
 
@@ -507,11 +512,8 @@ def test_a_reward_may_use_processes(sums, tmp_path):
     """Their terminate sends SIGTERM, and waits until it has done its work."""
     file = tmp_path / "my_pool.py"
     file.write_text(POOL)
-    flags = flags_of(tmp_path / "run", sums)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, file, *flags], env=environment, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    assert set(re.findall("ended by ([0-9]+)", done.stdout)) == {"15"}
+    output = run_file(file, *flags_of(tmp_path / "run", sums), kind=Parent)
+    assert set(re.findall("ended by ([0-9]+)", output)) == {"15"}
     assert steps_of(tmp_path / "run") == [0, 1, 2]
 
 
@@ -532,8 +534,8 @@ print(len(signals))
 
 def test_a_process_that_is_ended_as_soon_as_it_is_started_ends():
     """multiprocessing.Pool does that with a process that got no task, and waits for its end."""
-    done = subprocess.run([sys.executable, "-c", SLOW_FORK], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.stdout == "-15\n1\n", done.stderr
+    status, *_, asked = Forked(SLOW_FORK, ["slow.py"]).communicate()[0].splitlines()
+    assert (status, asked) == ("-15", "1")
 
 
 def test_after_a_run_processes_get_the_handlers_of_their_parent(run):
