@@ -162,7 +162,7 @@ def test_a_run_learns_and_its_checkpoint_scores_as_training_did(tmp_path):
     rows = (ROOT / "data" / "preferences" / "train.jsonl").read_text().splitlines()
     (tmp_path / "rows.jsonl").write_text("\n".join(rows[:512]))
     settings = {"dataset": str(tmp_path / "rows.jsonl"), "eval_every": 20, "eval_prompts": 64, "num_steps": 20}
-    settings |= {"minibatch_size": 32, "learning_rate": 1e-3, "warmup_steps": 4}
+    settings |= {"minibatch_size": 16, "learning_rate": 1e-3, "warmup_steps": 4}
     lines = train(reward_model, tmp_path / "run", **settings)
     first, last = lines[0], lines[-1]
     assert last["eval/pair_loss"] < first["eval/pair_loss"]
