@@ -192,12 +192,15 @@ def test_a_run_learns_and_its_checkpoint_scores_as_training_did(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("alone")
-def test_the_embedded_reward_model_tells_held_out_pairs_apart():
+def test_the_embedded_reward_model_tells_held_out_pairs_apart(tmp_path):
     """models/tiny-reward is what reward_model.py's default command leaves, and the default of ppo_rlhf.py."""
     folder = parse(ppo_rlhf).reward_model
     assert folder == str(ROOT / "models" / "tiny-reward")
     model, tokenizer = load_scorer(reward_model, folder)
-    args = parse(reward_model)
+    pairs = ROOT / "data" / "preferences"
+    shutil.copy(pairs / "test.jsonl", tmp_path)
+    (tmp_path / "train.jsonl").write_text("".join((pairs / "train.jsonl").read_text().splitlines(keepends=True)[:8]))
+    args = parse(reward_model, dataset=tmp_path)
     _, held_out = reward_model.load_pairs(args, tokenizer)
     assert len(held_out) == 512
     metrics = reward_model.evaluate(reward_model.ScoreModel(model), held_out, args)
