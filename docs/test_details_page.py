@@ -23,8 +23,10 @@ def situations():
 
 
 @pytest.fixture(scope="module")
-def computed():
-    return details.compute()
+def computed(situations):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(details, "situations", lambda: situations)  # which take seconds
+        return details.compute()
 
 
 def test_completions_are_all_there_are_and_scores_are_gradients(situations):

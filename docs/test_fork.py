@@ -91,16 +91,18 @@ def pasted(name):
 
 
 def test_functions_work_where_they_are_pasted():
-    """The vocabulary is so large that log-probabilities are computed in more than one chunk."""
+    """Log-probabilities are computed in more than one chunk."""
     assert pasted("compute_advantages")(*TWO_GROUPS).tolist() == grpo.compute_advantages(*TWO_GROUPS).tolist()
-    model = build_model("llama", vocab_size=2**21, dtype=torch.float32)
+    generate, token_logprobs, policy_loss = map(pasted, ("generate", "token_logprobs", "policy_loss"))
+    model = build_model("llama", vocab_size=2**16, dtype=torch.float32)
+    token_logprobs.__globals__["LOGITS_AT_ONCE"] = 2**20
     prompt = torch.tensor([[3, 4], [0, 5]]), torch.tensor([[1, 1], [0, 1]])
     torch.manual_seed(1)
-    ids, mask, sampler_logprobs = pasted("generate")(model, *prompt, 12, 1.0, [7])
-    logprobs, _ = pasted("token_logprobs")(model, *prompt, ids, mask, 1.0)
-    assert mask.sum() == 24 > grpo.LOGITS_AT_ONCE // 2**21
+    ids, mask, sampler_logprobs = generate(model, *prompt, 12, 1.0, [7])
+    logprobs, _ = token_logprobs(model, *prompt, ids, mask, 1.0)
+    assert mask.sum() == 24 > 2**20 // 2**16
     torch.testing.assert_close(logprobs, sampler_logprobs, rtol=1e-4, atol=1e-4)
-    loss, _ = pasted("policy_loss")(logprobs, logprobs, sampler_logprobs, None, torch.ones(2), mask, 0.2, 0.0, 2.0)
+    loss, _ = policy_loss(logprobs, logprobs, sampler_logprobs, None, torch.ones(2), mask, 0.2, 0.0, 2.0)
     loss.backward()
     assert loss.item() == pytest.approx(-2, rel=1e-3) and model.lm_head.weight.grad.abs().sum() > 0
 

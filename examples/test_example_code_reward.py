@@ -153,6 +153,9 @@ CASES = {
     "capabilities": ("system('capset', b'\\x22\\x05\\x08\\x20' + bytes(4), b'\\xff' * 24)", "EPERM"),
     "stdin again": ("sys.stdin.read() + read(0) or 'nothing'", "nothing"),
 }
+# These use up what others need, or write what others see. All others leave the process as it was.
+ALONE = {"a big array", "a big file", "many files", "many megabytes", "many descriptors", "code of its own"}
+ALONE |= {"stdin again"}
 # Each program has a right add, or would have one without the other things that it does.
 HOSTILE = """
 # a loop that nothing ends
@@ -210,6 +213,7 @@ add = lambda *_: "(" * 10**7
 import json
 json.dumps = lambda *_, **__: "[5, [1, 2]]"
 """
+ENDLESS = ("a loop that nothing ends", "signals ignored")
 HOSTILE = {block.partition("\n")[0]: f"{ADD}# {block}" for block in HOSTILE.split("\n# ")[1:]}
 
 
@@ -232,10 +236,12 @@ def prelude(tmp_path):
 
 @boxed
 def test_hostile_programs_earn_nothing_and_end(monkeypatch, prelude):  # noqa: ARG001
-    monkeypatch.setattr(code_reward, "SECONDS", 3)
-    with ThreadPoolExecutor(len(HOSTILE)) as pool:  # side by side: many of them go on to the limit
-        rewards = pool.map(lambda program: code_reward.reward_fn(completion(program), TESTS), HOSTILE.values())
-    assert dict(zip(HOSTILE, rewards)) == dict.fromkeys(HOSTILE, 0)
+    for seconds, names in ((1, ENDLESS), (3, HOSTILE.keys() - ENDLESS)):
+        monkeypatch.setattr(code_reward, "SECONDS", seconds)
+        programs = [completion(HOSTILE[name]) for name in names]
+        with ThreadPoolExecutor(len(programs)) as pool:  # side by side: many of them go on to the limit
+            rewards = pool.map(code_reward.reward_fn, programs, [TESTS] * len(programs))
+        assert dict(zip(names, rewards)) == dict.fromkeys(names, 0)
     assert len(code_reward.run(HOSTILE["a flood of values"], ["add(2, 3)"])) == 2**20  # which is cut off
 
 
@@ -297,18 +303,25 @@ def test_attacks_meet_what_stops_them(user, prelude, monkeypatch):
     """With --unsafe, the limits and refused calls remain, and a program can read what its user can read."""
     unsafe, seconds = user.endswith("unsafe"), 60  # none of these attacks is about time, and the machine may be busy
     monkeypatch.setattr(code_reward, "SECONDS", seconds)
-    names = [*CASES][:11] if unsafe else [*CASES]
-    calls = [f"met(lambda: {CASES[name][0]})" for name in names] + ["os.path.isdir(PATHS[-1])"]
+    cases = [*CASES][:11] if unsafe else [*CASES]
+    together = [name for name in cases if name not in ALONE]
+    alone = [name for name in cases if name in ALONE]
+    names = together + alone
+    attacks = [f"met(lambda: {CASES[name][0]})" for name in names]
+    calls = [[*attacks[: len(together)], "os.path.isdir(PATHS[-1])"]]  # of one process, whose start takes most time
+    calls += [[attack] for attack in attacks[len(together) :]]
     if user == "this":
-        given = [code_reward.run(prelude, [call]).decode() for call in calls]
+        given = [code_reward.run(prelude, part).decode() for part in calls]
     else:
         code = "import json, sys, code_reward\nprelude, calls = json.load(sys.stdin)\n"
         code += f"code_reward.UNSAFE, code_reward.SECONDS = {unsafe}, {seconds}\n"
-        code += "print(json.dumps([code_reward.run(prelude, [call]).decode() for call in calls]))"
+        code += "print(json.dumps([code_reward.run(prelude, part).decode() for part in calls]))"
         given = as_nobody(code, [prelude + "os.chdir('/tmp')\n" * unsafe, calls])
-    *given, reads = (json.loads(value)[0] for value in given)
-    allowed = [value.split("|") if isinstance(value, str) else [value] for _, value in CASES.values()]
-    assert {name: value for name, value, right in zip(names, given, allowed) if value not in right} == {}
+    (*given, reads), *others = (json.loads(values) for values in given)
+    given += sum(others, [])
+    allowed = {name: value.split("|") if isinstance(value, str) else [value] for name, (_, value) in CASES.items()}
+    found = dict(zip(names, given, strict=True))
+    assert {name: value for name, value in found.items() if value not in allowed[name]} == {}
     assert reads == unsafe
 
 

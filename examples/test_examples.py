@@ -21,9 +21,10 @@ format_reward = importlib.import_module("format_reward")  # it replaces score_co
 one_sentence = importlib.import_module("one_sentence")
 grpo.score_completions = SCORE
 
-SETTINGS = {"DATASET": "sums", "EVAL_PROMPTS": "4", "PROMPTS": "8", "SAMPLES": "4", "ROUNDS": "2", "STEPS": "2"}
+SETTINGS = {"DATASET": "sums", "EVAL_PROMPTS": "2", "PROMPTS": "8", "SAMPLES": "4", "ROUNDS": "2", "STEPS": "2"}
 SETTINGS |= {"EPOCHS": "1", "SFT": "--warmup-steps 0", "DPO": "--warmup-steps 0"}
 GRPO = "--prompts-per-step 2 --group-size 4 --minibatch-size 8 --warmup-steps 0 --kl-coef 0 --save-every 1"
+GRPO += " --max-completion-length 24"
 
 # The stages of each recipe, and the model that each stage starts from.
 BASE, MADE = str(TINY), "runs/{}/checkpoint".format

@@ -33,6 +33,7 @@ EXAMPLE = Path(vllm_rollout.__file__)
 NAMES = ("generate", "gathered", "step_optimizer", "end_run", "dist")
 OWN = {script: {name: getattr(script, name) for name in NAMES} for script in (grpo, dapo, ppo_rlhf, gkd)}
 PROMPTS = ["59+4+94+97=", "1+2=", "1+2=", "30+40+50=", "7+8=", "99+98="]
+SHORT = {"save_every": 1, "eval_every": 2, "eval_prompts": 2, "max_completion_length": 12}
 HOT = 2.0  # a temperature, the highest that vLLM takes, at which many tokens are likely
 WHY = "vllm is not installed (docs/vllm.md)"
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason=WHY)
@@ -246,10 +247,11 @@ def test_ranks_have_an_engine_each_on_their_own_gpu(monkeypatch):
 @pytest.mark.usefixtures("fake")
 def test_scripts_train_with_it_and_a_resumed_run_continues_alike(script, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ppo_rlhf, "NORM_SAMPLES", 8)
     for run, counts in (("whole", [2]), ("parts", [1, 2])):
         for count in counts:
             if count == counts[0]:
-                args = make_main_args(script, tmp_path, num_steps=count, save_every=1, run_dir=run, eval_every=2)
+                args = make_main_args(script, tmp_path, num_steps=count, run_dir=run, **SHORT)
             else:
                 args = parse(script, resume=run, num_steps=count)
             for name, function in OWN[script].items():

@@ -179,7 +179,7 @@ def small_settings(script, folder, **settings):
     sizes = {"dataset": str(folder / "rows.jsonl"), "eval_prompts": 3, "minibatch_size": 8, "warmup_steps": 2}
     if script is ppo_rlhf:
         sizes |= {"eval_prompts": 1, "prompts_per_step": 8, "minibatch_size": 4, "update_epochs": 1}
-        sizes |= {"max_completion_length": 24}
+        sizes |= {"max_completion_length": 16}
     return sizes | settings
 
 
@@ -189,7 +189,7 @@ def mean(lines, key):
 
 def test_ppo_raises_the_score(tmp_path, monkeypatch):
     monkeypatch.setattr(ppo_rlhf, "NORM_SAMPLES", 128)
-    sizes = {"num_steps": 10, "prompts_per_step": 32, "minibatch_size": 16, "update_epochs": 2, "eval_prompts": 16}
+    sizes = {"num_steps": 9, "prompts_per_step": 32, "minibatch_size": 16, "update_epochs": 2, "eval_prompts": 16}
     rates = {"learning_rate": 4e-4, "value_learning_rate": 1e-3, "warmup_steps": 2, "kl_coef": 0.02}
     first, *lines = train(ppo_rlhf, tmp_path / "run", **sizes, **rates)
     assert abs(lines[0]["score/mean"]) < 0.7  # normalised on samples of the initial model; 4 standard errors

@@ -107,7 +107,8 @@ def test_two_ranks_resume_after_a_kill(tmp_path):
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_signal_finishes_the_step_saves_and_prints_how_to_resume(signum, tmp_path):
     run = tmp_path / "run"
-    process = start("grpo", [*GRPO, "--run-dir", str(run), "--num-steps", "500", "--save-every", "500"])
+    flags = [*flags_of("grpo", tmp_path), "--run-dir", str(run), "--num-steps", "500", "--save-every", "500"]
+    process = start("grpo", flags)
     wait_for_step(run, 1, process)
     process.send_signal(signum)
     output = finish(process, 128 + signum)  # so that a && b does not go on with b

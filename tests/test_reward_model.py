@@ -162,7 +162,7 @@ def test_a_run_learns_and_its_checkpoint_scores_as_training_did(tmp_path):
     rows = (ROOT / "data" / "preferences" / "train.jsonl").read_text().splitlines()
     (tmp_path / "rows.jsonl").write_text("\n".join(rows[:512]))
     settings = {"dataset": str(tmp_path / "rows.jsonl"), "eval_every": 20, "eval_prompts": 64, "num_steps": 20}
-    settings |= {"minibatch_size": 32, "learning_rate": 1e-3, "warmup_steps": 4}
+    settings |= {"minibatch_size": 16, "learning_rate": 1e-3, "warmup_steps": 4}
     lines = train(reward_model, tmp_path / "run", **settings)
     first, last = lines[0], lines[-1]
     assert last["eval/pair_loss"] < first["eval/pair_loss"]
@@ -192,12 +192,15 @@ def test_a_run_learns_and_its_checkpoint_scores_as_training_did(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("alone")
-def test_the_embedded_reward_model_tells_held_out_pairs_apart():
+def test_the_embedded_reward_model_tells_held_out_pairs_apart(tmp_path):
     """models/tiny-reward is what reward_model.py's default command leaves, and the default of ppo_rlhf.py."""
     folder = parse(ppo_rlhf).reward_model
     assert folder == str(ROOT / "models" / "tiny-reward")
     model, tokenizer = load_scorer(reward_model, folder)
-    args = parse(reward_model)
+    pairs = ROOT / "data" / "preferences"
+    shutil.copy(pairs / "test.jsonl", tmp_path)
+    (tmp_path / "train.jsonl").write_text("".join((pairs / "train.jsonl").read_text().splitlines(keepends=True)[:8]))
+    args = parse(reward_model, dataset=tmp_path)
     _, held_out = reward_model.load_pairs(args, tokenizer)
     assert len(held_out) == 512
     metrics = reward_model.evaluate(reward_model.ScoreModel(model), held_out, args)

@@ -208,7 +208,7 @@ LONG = 1_000_000
 HOSTILE = {
     "braces": "{" * LONG,
     "boxes": "\\boxed{" * (LONG // 7),
-    "boxes without braces": "\\boxed 6 " * (LONG // 9),
+    "boxes without braces": "\\boxed 6 " * (LONG // 45),
     "nested boxes": "\\boxed{" * 100_000 + "1" + "}" * 100_000,
     "a list that is no json": '["\\sqrt{2}"]',
     "words": "word " * (LONG // 5),

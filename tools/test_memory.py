@@ -120,7 +120,7 @@ def test_ppo_has_a_value_model_and_a_reward_model_too():
 def test_gkd_has_a_teacher_too_and_compares_both_heads(precision):
     """The teacher is wider. Of the six chunks of logits that are counted, only jsd needs all."""
     config, of_teacher = (make_config(hidden=hidden, layers=1, vocab=20_000) for hidden in (64, 128))
-    settings = memory.read_settings("gkd", precision=precision, microbatch_tokens=1024)
+    settings = memory.read_settings("gkd", precision=precision, microbatch_tokens=512)
     settings.cpu = True
     settings.teacher = memory.count_model(of_teacher)
     models = memory.count_models(config, "gkd")
@@ -135,7 +135,7 @@ def test_gkd_has_a_teacher_too_and_compares_both_heads(precision):
     student = gkd.prepare_model(gkd.StudentModel(AutoModelForCausalLM.from_config(config)), settings, CPU)
     for weight in student.parameters():
         weight.grad = torch.zeros_like(weight)
-    ids = torch.randint(0, 20_000, (4, 256)).split([8, 248], 1)
+    ids = torch.randint(0, 20_000, (2, 256)).split([8, 248], 1)
     names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
     batch = dict(zip(names, (ids[0], torch.ones_like(ids[0]), ids[1], torch.ones_like(ids[1]))))
 

@@ -36,6 +36,11 @@ def run(*flags):
     if not {"--dataset", "--prompt", "--split"} & {*flags}:
         write_jsonl("sums.jsonl", TEST[:32])
         flags = ("--dataset", "sums.jsonl", "--eval-prompts", 16, *flags)
+    if "train" in flags and "--dataset" not in flags:
+        Path("sums").mkdir(exist_ok=True)
+        write_jsonl("sums/train.jsonl", TRAIN[:32])
+        write_jsonl("sums/test.jsonl", TEST[:16])
+        flags = ("--dataset", "sums", *flags)
     sample.main(sample.parse_args([str(flag) for flag in flags]))
 
 
