@@ -207,7 +207,8 @@ def test_the_reference_run_is_seed_1_of_the_csv():
         assert f"{words} from {first:.3f} to {last:.3f}" in text
     for row in (evaluated[0], evaluated[-1]):
         shown = ", ".join(f"{name.removeprefix('eval/')} {row[name]:.3f}" for name in METRICS_SHOWN)
-        assert f"evaluation after step {row['step']:.0f}: reward {row['eval/accuracy']:.3f}, {shown}\n" in PAGES["README.md"]
+        said = f"evaluation after step {row['step']:.0f}: reward {row['eval/accuracy']:.3f}, {shown}\n"
+        assert said in PAGES["README.md"]
 
 
 def test_tables_of_the_default_runs_are_those_of_the_csv():
