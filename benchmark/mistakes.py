@@ -1,0 +1,201 @@
+"""Show what common mistakes change in the metrics of grpo.py, in a short run that is sensitive to them.
+
+    python benchmark/mistakes.py [NAME ...] [--seeds 1 2 3]     (default: all mistakes, seeds 1 to 3)
+    python benchmark/mistakes.py --page                 (runs nothing; writes the table on docs/is_this_normal.md)
+
+MISTAKES has the source replacements of each mistake in grpo.py. The program trains edited copies, one after the other,
+and first the right script with seeds 1 to 5. It adds the numbers of finished runs to benchmark/results/mistakes.csv
+and skips runs that are already there.
+"""
+
+import argparse
+import csv
+import json
+import os
+import re
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmark" / "results" / "mistakes.csv"
+PAGE = ROOT / "docs" / "is_this_normal.md"
+RIGHT, RIGHT_SEEDS = "right script", (1, 2, 3, 4, 5)
+FLAGS = "--model models/long --dataset data/long --tiny --max-completion-length 112 --temperature 0.8 --kl-coef 0.2"
+FLAGS += " --minibatch-size 16 --microbatch-tokens 512 --num-steps 10 --eval-every 5 --eval-prompts 128"
+
+OLD = "policy, batch, first_epoch, args)"
+LOSS_MASK = 'part["completion_mask"],\n            args.clip_eps'
+NO_STOP = LOSS_MASK.replace("],\n", '] * (part["completion_ids"] != 5),\n')  # 5 is the stop token
+GROUPS = "rewards.view(-1, group_size)  # (B/G, G)"
+UNGROUPED = "torch.where(equal, 0.0, advantages).view(-1)"
+CENTRED = "groups - groups.mean(1, keepdim=True)"
+CENTRED_ELSEWHERE = "(rewards - groups.mean(1).repeat(group_size)).view_as(groups)"
+STD = "groups.std(1, keepdim=True)"
+MASK_OF_PROMPTS = "attention_mask=mask,\n        position"
+MASK_OF_TOKENS = "attention_mask=mask,\n            position"
+OPTIMIZER_STEP = "(step - 1) * len(minibatches) + update + 1"
+# {name: (number, {old text: new text})}. The number is a metric and how it is read (see measure), or the name of the
+# test that finds the mistake if no metric does.
+MISTAKES = {
+    "KL term with the wrong sign": ("mean policy/ref_kl", {"+ kl_coef * ref_kl": "- kl_coef * ref_kl"}),
+    "reference is the current policy": (
+        "last policy/ref_kl",
+        {"prepare_model(LogprobModel(initial), args, device)": "policy"},
+    ),
+    "no temperature in the update": (
+        "mean policy/approx_kl",
+        {"entropies = policy(part, args.temperature)": "entropies = policy(part, 1.0)"},
+    ),
+    "stop token not trained": ("mean optim/grad_norm", {LOSS_MASK: NO_STOP}),
+    "mask shifted by a token": ("last eval/accuracy", {LOSS_MASK: LOSS_MASK.replace("],\n", "].roll(1, 1),\n")}),
+    "log-probabilities shifted by a token": (
+        "last policy/sampler_kl",
+        {"hidden[:, :-1][targets[:, 1:]]": "hidden[targets]"},
+    ),
+    "old log-probabilities of another row": ("last policy/sampler_kl", {OLD: f"{OLD}.roll(1, 0)"}),
+    "old log-probabilities of the current policy": (
+        "mean policy/approx_kl",
+        {'part.get("old_logprobs", logprobs)': "logprobs"},
+    ),
+    "max instead of min in the loss": ("mean policy/approx_kl", {"torch.min(ratio": "torch.max(ratio"}),
+    "groups across prompts": (
+        "mean optim/grad_norm",
+        {GROUPS: "rewards.view(group_size, -1).T", UNGROUPED: "(~equal * advantages).T.reshape(-1)"},
+    ),
+    "mean of another group": ("mean loss/policy", {CENTRED: CENTRED_ELSEWHERE}),
+    "rewards not centred": ("last eval/accuracy", {CENTRED: "groups"}),
+    "std of the batch": ("mean policy/approx_kl", {STD: "groups.std()"}),
+    "std with divisor G": ("mean optim/grad_norm", {STD: "groups.std(1, keepdim=True, correction=0)"}),
+    "loss divided by the microbatch": (
+        "mean optim/grad_norm",
+        {"(loss / divisor)": '(loss / len(part["advantages"]))'},
+    ),
+    "loss divided by the padded length": ("mean optim/grad_norm", {"mask.sum(1).clamp(min=1)": "mask.shape[1]"}),
+    "gradients not set to zero": ("last policy/ref_kl", {"    optimizer.zero_grad()\n": ""}),
+    "padding of prompts attended to": (
+        "last policy/sampler_kl",
+        {text: text.replace("mask=mask", "mask=None") for text in (MASK_OF_PROMPTS, MASK_OF_TOKENS)},
+    ),
+    "answer of the next row": ("last eval/reward", {"zip(completions, rows)": "zip(completions, rows[1:] + rows[:1])"}),
+    "warm-up counted in rollouts": ("mean eval/accuracy", {OPTIMIZER_STEP: "step"}),
+}
+
+
+def edited(edits):
+    """Return the source of grpo.py with each old text, which must occur exactly once, replaced."""
+    source = (ROOT / "grpo.py").read_text(encoding="utf-8")
+    for old, new in edits.items():
+        if source.count(old) != 1:
+            raise ValueError(f"this text occurs {source.count(old)} times in grpo.py, not once: {old}")
+        source = source.replace(old, new)
+    return source
+
+
+def run(edits, seed):
+    """Make a run with one thread and return its numbers as {name: value}."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("models", "data"):
+            Path(folder, name).symlink_to(ROOT / name)
+        Path(folder, "grpo.py").write_text(edited(edits), encoding="utf-8")
+        command = [sys.executable, "grpo.py", *FLAGS.split(), "--seed", str(seed), "--run-dir", "run"]
+        environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+        lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
+    numbers = measure(lines[1:])  # without the evaluation before step 1
+    if done.returncode:
+        stopped = re.search(r"disagree about log-probabilities \(KL (\S+) per token\)", done.stderr)
+        if not stopped:
+            raise RuntimeError(done.stderr[-2000:])
+        numbers["last policy/sampler_kl"] = float(stopped[1])
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    numbers["processor seconds"] = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return numbers
+
+
+def measure(lines):
+    """Return each metric in the first and the last step that has it, and its mean over steps."""
+    metrics = {name for line in lines for name in line if not name.startswith(("perf/", "step"))}
+    numbers = {}
+    for name in sorted(metrics):
+        values = [line[name] for line in lines if name in line]
+        numbers[f"first {name}"] = values[0]
+        numbers[f"mean {name}"] = statistics.mean(values)
+        numbers[f"last {name}"] = values[-1]
+    return numbers
+
+
+def read_results():
+    """Return the numbers in the file as {name of the mistake: {seed: {number: value}}}."""
+    results = {}
+    with RESULTS.open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            runs = results.setdefault(row["mistake"], {})
+            runs.setdefault(int(row["seed"]), {})[row["number"]] = float(row["value"])
+    return results
+
+
+def make_runs(names, seeds):
+    if not RESULTS.exists():
+        RESULTS.write_text("mistake,seed,number,value\n", encoding="utf-8")
+    wanted = [(RIGHT, seed, {}) for seed in RIGHT_SEEDS]
+    wanted += [(name, seed, MISTAKES[name][1]) for seed in seeds for name in names]
+    for name, seed, edits in wanted:
+        if seed in read_results().get(name, {}):
+            continue
+        numbers = run(edits, seed)
+        with RESULTS.open("a", newline="", encoding="utf-8") as file:
+            rows = [[name, seed, number, f"{value:.6g}"] for number, value in numbers.items()]
+            csv.writer(file, lineterminator="\n").writerows(rows)
+        print(f"{name}, seed {seed}: {numbers['processor seconds']:.0f} seconds", flush=True)
+
+
+def make_table(results):
+    """Return a row for each mistake that has runs: its number over the seeds of the right script, and over its own."""
+    table = "| mistake | number | right script | with the mistake |\n|---|---|---|---|\n"
+    for name, (number, _) in MISTAKES.items():
+        if name not in results:
+            continue
+        if number.startswith("test_"):
+            cells = f"only a test finds it | | `{number}`"
+        else:
+            reading, metric = number.split()
+            right = spread([run[number] for run in results[RIGHT].values()])
+            cells = f"{reading} `{metric}` | {right} | {spread([run[number] for run in results[name].values()])}"
+        table += f"| {name} | {cells} |\n"
+    return table
+
+
+def spread(values):
+    """Return the lowest and the highest value with two significant digits, or one if they look alike."""
+    ends = [f"{float(f'{value:.2g}'):g}" for value in (min(values), max(values))]
+    return "–".join(dict.fromkeys(ends))
+
+
+def write_page(results):
+    page = PAGE.read_text(encoding="utf-8")
+    before, mark, rest = page.partition("<!-- mistakes -->\n")
+    if not mark:
+        raise ValueError(f"{PAGE} lacks the line <!-- mistakes -->")
+    after = rest.partition("<!-- end -->")[2]
+    PAGE.write_text(f"{before}{mark}\n{make_table(results)}\n<!-- end -->{after}", encoding="utf-8")
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*", default=[], metavar="NAME", help="mistakes of MISTAKES (default: all)")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], help="seeds of the mistakes")
+    parser.add_argument("--page", action="store_true", help="only write the table of finished runs on the page")
+    args = parser.parse_args()
+    if args.page:
+        write_page(read_results())
+    else:
+        make_runs(args.names or [*MISTAKES], args.seeds)
+
+
+if __name__ == "__main__":
+    main()
