@@ -1,6 +1,7 @@
 """Show what common mistakes change in the metrics of grpo.py, in a short run that is sensitive to them.
 
     python benchmark/mistakes.py [NAME ...] [--seeds 1 2 3]     (default: all mistakes, seeds 1 to 3)
+    python benchmark/mistakes.py --check grpo.py        (compares this script with the right one, and writes nothing)
     python benchmark/mistakes.py --page                 (runs nothing; writes the table on docs/is_this_normal.md)
 
 MISTAKES has the source replacements of each mistake in grpo.py. The program trains edited copies, one after the other,
@@ -13,7 +14,6 @@ import csv
 import json
 import os
 import re
-import resource
 import statistics
 import subprocess
 import sys
@@ -38,50 +38,49 @@ STD = "groups.std(1, keepdim=True)"
 MASK_OF_PROMPTS = "attention_mask=mask,\n        position"
 MASK_OF_TOKENS = "attention_mask=mask,\n            position"
 OPTIMIZER_STEP = "(step - 1) * len(minibatches) + update + 1"
-# {name: (number, {old text: new text})}. The number is a metric and how it is read (see measure), or the name of the
-# test that finds the mistake if no metric does.
+# {name: (metric that shows it, {old text: new text})}, in the order of the page
 MISTAKES = {
-    "KL term with the wrong sign": ("mean policy/ref_kl", {"+ kl_coef * ref_kl": "- kl_coef * ref_kl"}),
+    "mask shifted by a token": ("eval/accuracy", {LOSS_MASK: LOSS_MASK.replace("],\n", "].roll(1, 1),\n")}),
+    "rewards not centred": ("eval/accuracy", {CENTRED: "groups"}),
+    "warm-up counted in rollouts": ("eval/accuracy", {OPTIMIZER_STEP: "step"}),
+    "answer of the next row": ("eval/reward", {"zip(completions, rows)": "zip(completions, rows[1:] + rows[:1])"}),
+    "KL term with the wrong sign": ("policy/ref_kl", {"+ kl_coef * ref_kl": "- kl_coef * ref_kl"}),
     "reference is the current policy": (
-        "last policy/ref_kl",
+        "policy/ref_kl",
         {"prepare_model(LogprobModel(initial), args, device)": "policy"},
     ),
+    "gradients not set to zero": ("policy/ref_kl", {"    optimizer.zero_grad()\n": ""}),
     "no temperature in the update": (
-        "mean policy/approx_kl",
+        "policy/approx_kl",
         {"entropies = policy(part, args.temperature)": "entropies = policy(part, 1.0)"},
     ),
-    "stop token not trained": ("mean optim/grad_norm", {LOSS_MASK: NO_STOP}),
-    "mask shifted by a token": ("last eval/accuracy", {LOSS_MASK: LOSS_MASK.replace("],\n", "].roll(1, 1),\n")}),
-    "log-probabilities shifted by a token": (
-        "last policy/sampler_kl",
-        {"hidden[:, :-1][targets[:, 1:]]": "hidden[targets]"},
-    ),
-    "old log-probabilities of another row": ("last policy/sampler_kl", {OLD: f"{OLD}.roll(1, 0)"}),
     "old log-probabilities of the current policy": (
-        "mean policy/approx_kl",
+        "policy/approx_kl",
         {'part.get("old_logprobs", logprobs)': "logprobs"},
     ),
-    "max instead of min in the loss": ("mean policy/approx_kl", {"torch.min(ratio": "torch.max(ratio"}),
+    "max instead of min in the loss": ("policy/approx_kl", {"torch.min(ratio": "torch.max(ratio"}),
+    "std of the batch": ("policy/approx_kl", {STD: "groups.std()"}),
+    "stop token not trained": ("optim/grad_norm", {LOSS_MASK: NO_STOP}),
     "groups across prompts": (
-        "mean optim/grad_norm",
+        "optim/grad_norm",
         {GROUPS: "rewards.view(group_size, -1).T", UNGROUPED: "(~equal * advantages).T.reshape(-1)"},
     ),
-    "mean of another group": ("mean loss/policy", {CENTRED: CENTRED_ELSEWHERE}),
-    "rewards not centred": ("last eval/accuracy", {CENTRED: "groups"}),
-    "std of the batch": ("mean policy/approx_kl", {STD: "groups.std()"}),
-    "std with divisor G": ("mean optim/grad_norm", {STD: "groups.std(1, keepdim=True, correction=0)"}),
+    "std with divisor G": ("optim/grad_norm", {STD: "groups.std(1, keepdim=True, correction=0)"}),
     "loss divided by the microbatch": (
-        "mean optim/grad_norm",
+        "optim/grad_norm",
         {"(loss / divisor)": '(loss / len(part["advantages"]))'},
     ),
-    "loss divided by the padded length": ("mean optim/grad_norm", {"mask.sum(1).clamp(min=1)": "mask.shape[1]"}),
-    "gradients not set to zero": ("last policy/ref_kl", {"    optimizer.zero_grad()\n": ""}),
+    "loss divided by the padded length": ("optim/grad_norm", {"mask.sum(1).clamp(min=1)": "mask.shape[1]"}),
+    "mean of another group": ("loss/policy", {CENTRED: CENTRED_ELSEWHERE}),
+    "log-probabilities shifted by a token": (
+        "policy/sampler_kl",
+        {"hidden[:, :-1][targets[:, 1:]]": "hidden[targets]"},
+    ),
+    "old log-probabilities of another row": ("policy/sampler_kl", {OLD: f"{OLD}.roll(1, 0)"}),
     "padding of prompts attended to": (
-        "last policy/sampler_kl",
+        "policy/sampler_kl",
         {text: text.replace("mask=mask", "mask=None") for text in (MASK_OF_PROMPTS, MASK_OF_TOKENS)},
     ),
-    "answer of the next row": ("last eval/reward", {"zip(completions, rows)": "zip(completions, rows[1:] + rows[:1])"}),
-    "warm-up counted in rollouts": ("mean eval/accuracy", {OPTIMIZER_STEP: "step"}),
 }
 
 
@@ -95,13 +94,12 @@ def edited(edits):
     return source
 
 
-def run(edits, seed):
-    """Make a run with one thread and return its numbers as {name: value}."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+def run(source, seed):
+    """Make a run with one thread and return the means of its metrics as {metric: value}."""
     with tempfile.TemporaryDirectory() as folder:
         for name in ("models", "data"):
             Path(folder, name).symlink_to(ROOT / name)
-        Path(folder, "grpo.py").write_text(edited(edits), encoding="utf-8")
+        Path(folder, "grpo.py").write_text(source, encoding="utf-8")
         command = [sys.executable, "grpo.py", *FLAGS.split(), "--seed", str(seed), "--run-dir", "run"]
         environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
@@ -111,68 +109,79 @@ def run(edits, seed):
         stopped = re.search(r"disagree about log-probabilities \(KL (\S+) per token\)", done.stderr)
         if not stopped:
             raise RuntimeError(done.stderr[-2000:])
-        numbers["last policy/sampler_kl"] = float(stopped[1])
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    numbers["processor seconds"] = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        numbers["policy/sampler_kl"] = float(stopped[1])
     return numbers
 
 
 def measure(lines):
-    """Return each metric in the first and the last step that has it, and its mean over steps."""
+    """Return the mean of each metric over the steps that have it."""
     metrics = {name for line in lines for name in line if not name.startswith(("perf/", "step"))}
-    numbers = {}
-    for name in sorted(metrics):
-        values = [line[name] for line in lines if name in line]
-        numbers[f"first {name}"] = values[0]
-        numbers[f"mean {name}"] = statistics.mean(values)
-        numbers[f"last {name}"] = values[-1]
-    return numbers
+    return {name: statistics.mean([line[name] for line in lines if name in line]) for name in sorted(metrics)}
 
 
 def read_results():
-    """Return the numbers in the file as {name of the mistake: {seed: {number: value}}}."""
+    """Return the numbers in the file as {name of the mistake: {seed: {metric: value}}}."""
     results = {}
     with RESULTS.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             runs = results.setdefault(row["mistake"], {})
-            runs.setdefault(int(row["seed"]), {})[row["number"]] = float(row["value"])
+            runs.setdefault(int(row["seed"]), {})[row["metric"]] = float(row["value"])
     return results
 
 
 def make_runs(names, seeds):
     if not RESULTS.exists():
-        RESULTS.write_text("mistake,seed,number,value\n", encoding="utf-8")
+        RESULTS.write_text("mistake,seed,metric,value\n", encoding="utf-8")
     wanted = [(RIGHT, seed, {}) for seed in RIGHT_SEEDS]
     wanted += [(name, seed, MISTAKES[name][1]) for seed in seeds for name in names]
     for name, seed, edits in wanted:
         if seed in read_results().get(name, {}):
             continue
-        numbers = run(edits, seed)
+        before = os.times()
+        numbers = run(edited(edits), seed)
+        after = os.times()
+        seconds = after.children_user + after.children_system - before.children_user - before.children_system
+        numbers["processor seconds"] = seconds
         with RESULTS.open("a", newline="", encoding="utf-8") as file:
-            rows = [[name, seed, number, f"{value:.6g}"] for number, value in numbers.items()]
+            rows = [[name, seed, metric, f"{value:.6g}"] for metric, value in numbers.items()]
             csv.writer(file, lineterminator="\n").writerows(rows)
-        print(f"{name}, seed {seed}: {numbers['processor seconds']:.0f} seconds", flush=True)
+        print(f"{name}, seed {seed}: {seconds:.0f} seconds", flush=True)
+
+
+def check(script, seeds):
+    """Print the metrics of a script beside those of the right script, and which are outside with all these seeds."""
+    source = Path(script).read_text(encoding="utf-8")
+    runs = [run(source, seed) for seed in seeds]
+    right_runs = [*read_results()[RIGHT].values()]
+    for metric in right_runs[0]:
+        right = [numbers[metric] for numbers in right_runs]
+        values = [numbers[metric] for numbers in runs if metric in numbers]  # a run that stops has fewer
+        if values:
+            outside = "outside" if is_outside(values, right) else ""
+            print(f"{metric:28} {spread(right):20} {spread(values):20} {outside}")
+
+
+def is_outside(values, right):
+    return max(values) < min(right) or min(values) > max(right)
 
 
 def make_table(results):
-    """Return a row for each mistake that has runs: its number over the seeds of the right script, and over its own."""
-    table = "| mistake | number | right script | with the mistake |\n|---|---|---|---|\n"
-    for name, (number, _) in MISTAKES.items():
-        if name not in results:
-            continue
-        if number.startswith("test_"):
-            cells = f"only a test finds it | | `{number}`"
-        else:
-            reading, metric = number.split()
-            right = spread([run[number] for run in results[RIGHT].values()])
-            cells = f"{reading} `{metric}` | {right} | {spread([run[number] for run in results[name].values()])}"
-        table += f"| {name} | {cells} |\n"
+    """Return a row for each mistake, with its metric over the seeds of the right script, and over its own."""
+    table = "| mistake | metric | right script | with the mistake |\n|---|---|---|---|\n"
+    above = ""
+    for name, (metric, _) in MISTAKES.items():
+        right, wrong = [spread([run[metric] for run in results[key].values()]) for key in (RIGHT, name)]
+        cells = f"`{metric}` | {right}"
+        if metric == above:  # said once
+            cells = " | "
+        above = metric
+        table += f"| {name} | {cells} | {wrong} |\n"
     return table
 
 
 def spread(values):
-    """Return the lowest and the highest value with two significant digits, or one if they look alike."""
-    ends = [f"{float(f'{value:.2g}'):g}" for value in (min(values), max(values))]
+    """Return the lowest and the highest value with three significant digits, or one if they look alike."""
+    ends = [f"{float(f'{value:.3g}'):g}" for value in (min(values), max(values))]
     return "–".join(dict.fromkeys(ends))
 
 
@@ -190,8 +199,11 @@ def main():
     parser.add_argument("names", nargs="*", default=[], metavar="NAME", help="mistakes of MISTAKES (default: all)")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], help="seeds of the mistakes")
     parser.add_argument("--page", action="store_true", help="only write the table of finished runs on the page")
+    parser.add_argument("--check", metavar="FILE", help="only run this script and compare it with the right script")
     args = parser.parse_args()
-    if args.page:
+    if args.check:
+        check(args.check, args.seeds)
+    elif args.page:
         write_page(read_results())
     else:
         make_runs(args.names or [*MISTAKES], args.seeds)
