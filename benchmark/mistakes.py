@@ -115,9 +115,10 @@ def run(source, seed):
 
 
 def measure(lines):
-    """Return the mean of each metric over the steps that have it."""
+    """Return the mean of each metric over the steps that have it, rounded as in the file of results."""
     metrics = {name for line in lines for name in line if not name.startswith(("perf/", "step"))}
-    return {name: statistics.mean([line[name] for line in lines if name in line]) for name in sorted(metrics)}
+    means = {name: statistics.mean([line[name] for line in lines if name in line]) for name in sorted(metrics)}
+    return {name: float(f"{mean:.6g}") for name, mean in means.items()}
 
 
 def read_results():
@@ -186,7 +187,8 @@ def make_table(results):
 def spread(values):
     """Return the lowest and the highest value with three significant digits, or one if they look alike."""
     ends = [f"{float(f'{value:.3g}'):g}" for value in (min(values), max(values))]
-    return " to ".join(dict.fromkeys(ends))
+    dash = " to " if min(values) < 0 else "–"
+    return dash.join(dict.fromkeys(ends))
 
 
 def write_page(results):

@@ -51,7 +51,7 @@ def test_check_says_which_metrics_are_outside_with_all_seeds(monkeypatch, capsys
     mistakes.check(script, [1, 2])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines if line.endswith("outside")] == ["policy/ref_kl"]
-    assert any(line.split()[0] == "eval/accuracy" and line.endswith("0.1 to 0.9".ljust(21)) for line in lines)
+    assert any(line.split()[0] == "eval/accuracy" and line.endswith("0.1–0.9".ljust(21)) for line in lines)
 
 
 def test_tests_that_find_the_others_exist():
