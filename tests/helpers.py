@@ -103,8 +103,10 @@ CLIP_CASES = [  # advantage, ratio, gradient with the bounds 1 - 0.2 and 1 + 0.2
     (-2.0, 1.3, 2.6),  # too likely and bad: not clipped
     (-2.0, 9.0, 18.0),  # however far: no second clip
     (2.0, 0.7, -1.4),  # too unlikely and good: not clipped
+    (0.5, 0.7, -0.35),
     (2.0, 1.1, -2.2),
     (0.0, 9.0, 0.0),
+    (0.0, 0.7, 0.0),
 ]
 
 

@@ -114,7 +114,7 @@ def with_bug(mutant, folder):
     return texts
 
 
-def run_pytest(folder, arguments, log):
+def run_pytest(folder, arguments, plugins, log):
     """Run pytest in a copy of the repository; this is the target of a process of its own."""
     os.setsid()  # to end what torchrun started, too
     os.chdir(folder)
@@ -127,14 +127,14 @@ def run_pytest(folder, arguments, log):
     sys.path[:] = [path for path in sys.path if not Path(path).is_relative_to(ROOT)]
     import pytest
 
-    sys.exit(pytest.main(arguments))
+    sys.exit(pytest.main(arguments, plugins))
 
 
-def run_tests(folder, tests, seconds):
+def run_tests(folder, tests, seconds, flags=(), plugins=()):
     """Return pytest's exit status, None if it took longer than these seconds, and its output."""
-    arguments = ["-q", "-p", "no:cacheprovider", *dict.fromkeys(f"tests/{node}" for node, _ in tests)]
+    arguments = ["-q", *flags, "-p", "no:cacheprovider", *dict.fromkeys(f"tests/{node}" for node, _ in tests)]
     log = Path(tempfile.mkdtemp(dir=folder), "log")
-    process = SERVER.Process(target=run_pytest, args=(folder, arguments, log))
+    process = SERVER.Process(target=run_pytest, args=(folder, arguments, plugins, log))
     process.start()
     process.join(seconds)
     status = process.exitcode

@@ -7,6 +7,7 @@ import importlib
 import json
 import math
 import tempfile
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -398,8 +399,12 @@ def three_steps(name, folder, seed_of_nudge=None):
         patch.setattr(ppo_rlhf, "NORM_SAMPLES", 32)
         if seed_of_nudge is not None:
             nudge_weights(patch, SCRIPTS[name], seed_of_nudge)
+        start = time.perf_counter()
         SCRIPTS[name].main(make_args(SCRIPTS[name], settings))
+        seconds = time.perf_counter() - start
     lines = read_jsonl(folder / "run" / "metrics.jsonl")
+    assert 0 < sum(line["perf/step_seconds"] for line in lines) < seconds
+    assert all(0 <= line.get("perf/rollout_seconds", 0) < line["perf/step_seconds"] for line in lines)
     return [{key: value for key, value in line.items() if not key.startswith("perf/")} for line in lines]
 
 
@@ -416,6 +421,18 @@ def test_three_steps_have_the_recorded_numbers(name, tmp_path):
         for line, changes in zip(recorded["metrics"][name], recorded["changed_by_nudges"][name], strict=True)
     ]
     assert three_steps(name, tmp_path) == expected
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_and_one_rank_says_so(capsys, monkeypatch):
+    policy = torch.nn.Linear(1, 1, bias=False)
+    before = policy.weight.item()
+    optimizer = torch.optim.AdamW(policy.parameters())
+    for rank in (0, 1):
+        monkeypatch.setattr(grpo, "RANK", rank)
+        policy.weight.grad = torch.full_like(policy.weight, math.inf)
+        assert grpo.step_optimizer(policy, optimizer, 1.0, 1.0) == math.inf
+        assert policy.weight.item() == before and policy.weight.grad is None
+    assert capsys.readouterr().out.count("skipped an optimizer step, because the gradient norm was inf") == 1
 
 
 def record_steps(name):
