@@ -45,7 +45,7 @@ min(s A, clip(s) A), one per completion|sg(min(r, cap)) A log π|
 |reward R|rule|rule|rule; a truncated completion gets the lower of 0 and its group's lowest reward|\
 ±1 by the rule, overlong penalty|rule|rule|
 |weight of a token|1 / N|1 / (\\|oᵢ\\| × N)|1 / (L × N)|1 / number of tokens|\
-1 / (\\|oᵢ\\| × N): 1 / N by the mean, 1 / \\|oᵢ\\| by the gradient of s|1 / number of tokens|
+1 / N per completion; the gradient of s gives each token 1 / \\|oᵢ\\||1 / number of tokens|
 |ratio|none|of the token|of the token|of the token|of the completion, its tokens' geometric mean|\
 of the token|
 |clipping|none|0.2|0.2|0.2 below, 0.28 above|3e-4 below, 4e-4 above|none; r is at most 5|

@@ -14,7 +14,7 @@ same.
     python examples/instructions.py gspo --model models/smollm2    (another script: any that samples, except PPO)
     python examples/instructions.py sample --model models/smollm2  (tools/sample.py, with this rule)
 
-The defaults DATA, TRAINING and ADDED are for this model on two cores with 8 GB of memory.
+The defaults DATA, TRAINING and ADDED are for this model on two cores with 8 GB of memory (gkd: 9).
 """
 
 import importlib

@@ -418,7 +418,8 @@ def main(args):
     if settings.lora_rank:  # the frozen weights, in the precision in which they compute
         state = sum((2 if settings.precision == "bfloat16" else 4) * m.blocks + 4 * m.root for m in models.values())
     print(f"host memory at the start: {in_gb(4 * whole * args.ranks)} GB, because each rank reads the whole model")
-    print(f"disk: {in_gb(4 * whole + state)} GB per run, {in_gb(4 * whole + 2 * state)} GB while it saves")
+    saving = 4 * whole + state + max(4 * whole, state)  # a second checkpoint, and then a second state
+    print(f"disk: {in_gb(4 * whole + state)} GB per run, {in_gb(saving)} GB while it saves")
 
 
 if __name__ == "__main__":
