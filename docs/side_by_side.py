@@ -30,7 +30,7 @@ w=\min\left(\frac{\pi_\text{old}(o_{it})}{\pi_\text{sampler}(o_{it})},\text{cap}
 - N is the number of completions of an optimizer step, and L is `--max-completion-length`.
 - w, near 1, corrects the sampler's rounding. In GSPO it is one number per completion, a geometric mean; in REINFORCE
   π_θ stands for π_old. Scripts that sample nothing have no w, and GKD has none.
-- k1 and k3 are [estimators of the KL divergence](kl.md).
+- k1 and k3 are [estimators of the KL divergence](kl.md). D is the divergence that `--divergence` names.
 
 ## Scripts with groups
 """
