@@ -315,6 +315,9 @@ def main():
     tests = sorted(path.name for path in (ROOT / "tests").glob("test_*.py") if path.name != "test_copies.py")
     with tempfile.TemporaryDirectory() as copy, ThreadPoolExecutor(args.jobs) as pool:
         mutants.copy_repository(Path(copy))
+        for name in ("tools", "benchmark"):  # some tests run or read what is there
+            shutil.copytree(ROOT / name, Path(copy, name))
+        shutil.copy(ROOT / "README.md", copy)
         if args.only is not None:
             [(key, change)] = [(key, change) for key, change in changes.items() if key[2] == args.only]
             print(try_alone(key, change, tests, copy)[1])

@@ -185,3 +185,8 @@ def test_a_run_learns_to_tell_pairs_apart(tmp_path):
         log_ratio = line["pair/chosen_log_ratio"] - line["pair/rejected_log_ratio"]
         assert line["pair/margin"] == pytest.approx(0.1 * log_ratio, abs=1e-4)
     assert min(shares_changed(run / "checkpoint")) > 0.5  # rows of unused tokens stay
+
+
+def test_labels_that_say_nothing_are_refused(alone):  # noqa: ARG001
+    with pytest.raises(SystemExit, match="label-smoothing must be below 0.5"):
+        dpo.main(dpo.Args(label_smoothing=0.5))
