@@ -290,6 +290,17 @@ def test_the_readme_has_the_lengths_of_the_scripts():
     assert said in " ".join(PAGES["README.md"].split())
 
 
+def test_the_readme_counts_random_mutants_and_their_page_explains_those_that_survive():
+    with open(ROOT / "benchmark" / "results" / "random_mutants.csv", newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    survivors = [row for row in rows if row["verdict"] == "survived"]
+    said = f"{len(rows) - len(survivors)} of {len(rows)}"
+    page = (ROOT / "benchmark" / "results" / "random_mutants.md").read_text(encoding="utf-8")
+    assert said in PAGES["README.md"] and said in page
+    named = re.findall(r"^\|`(\w+)\.py` (\d+)\|", page, re.M)
+    assert sorted(named) == sorted((row["script"], row["number"]) for row in survivors)
+
+
 def test_the_readme_counts_planted_bugs_and_architectures():
     rows = (ROOT / "tests" / "mutants.txt").read_text()
     assert f"plants {len(re.findall('^# ', rows, re.M))} bugs" in PAGES["README.md"]
