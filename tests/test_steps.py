@@ -387,7 +387,17 @@ def nudge_weights(patch, script, seed):
 
 def three_steps(name, folder, seed_of_nudge=None):
     """The metrics of three steps, but for times."""
-    settings = f"num_steps=3 eval_prompts=0 seed=5 precision=float32 run_dir={folder}/run"
+    settings = f"num_steps=3 save_every=2 eval_prompts=0 seed=5 precision=float32 run_dir={folder}/run"
+    save, saved, init_moments, prepared = SCRIPTS[name].save, [], SCRIPTS[name].init_moments, []
+
+    def save_and_note(*given):
+        saved.append(given[-1])
+        save(*given)
+
+    def init_and_note(optimizer):
+        prepared.append(optimizer)
+        init_moments(optimizer)
+
     if name in FILES:
         rows = read_jsonl(ROOT / "data" / FILES[name])[:64]
         settings += f" minibatch_size=16 dataset={write_jsonl(folder / 'rows.jsonl', rows)}"
@@ -397,11 +407,14 @@ def three_steps(name, folder, seed_of_nudge=None):
         settings += " prompts_per_step=8 group_size=4 minibatch_size=16 max_completion_length=24"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ppo_rlhf, "NORM_SAMPLES", 32)
+        patch.setattr(SCRIPTS[name], "save", save_and_note)
+        patch.setattr(SCRIPTS[name], "init_moments", init_and_note)
         if seed_of_nudge is not None:
             nudge_weights(patch, SCRIPTS[name], seed_of_nudge)
         start = time.perf_counter()
         SCRIPTS[name].main(make_args(SCRIPTS[name], settings))
         seconds = time.perf_counter() - start
+    assert saved == [2, 3] and len(prepared) == (2 if name == "ppo_rlhf" else 1)
     lines = read_jsonl(folder / "run" / "metrics.jsonl")
     assert 0 < sum(line["perf/step_seconds"] for line in lines) < seconds
     assert all(0 <= line.get("perf/rollout_seconds", 0) < line["perf/step_seconds"] for line in lines)
