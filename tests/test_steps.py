@@ -398,6 +398,10 @@ def three_steps(name, folder, seed_of_nudge=None):
         prepared.append(optimizer)
         init_moments(optimizer)
 
+    def prepare_and_note(model, *rest):
+        trained.append(any(parameter.requires_grad for parameter in model.parameters()))
+        return prepare_model(model, *rest)
+
     if name in FILES:
         rows = read_jsonl(ROOT / "data" / FILES[name])[:64]
         settings += f" minibatch_size=16 dataset={write_jsonl(folder / 'rows.jsonl', rows)}"
@@ -411,10 +415,13 @@ def three_steps(name, folder, seed_of_nudge=None):
         patch.setattr(SCRIPTS[name], "init_moments", init_and_note)
         if seed_of_nudge is not None:
             nudge_weights(patch, SCRIPTS[name], seed_of_nudge)
+        prepare_model, trained = SCRIPTS[name].prepare_model, []
+        patch.setattr(SCRIPTS[name], "prepare_model", prepare_and_note)
         start = time.perf_counter()
         SCRIPTS[name].main(make_args(SCRIPTS[name], settings))
         seconds = time.perf_counter() - start
     assert saved == [2, 3] and len(prepared) == (2 if name == "ppo_rlhf" else 1)
+    assert trained.count(True) == len(prepared), trained  # those with an optimizer
     lines = read_jsonl(folder / "run" / "metrics.jsonl")
     assert 0 < sum(line["perf/step_seconds"] for line in lines) < seconds
     assert all(0 <= line.get("perf/rollout_seconds", 0) < line["perf/step_seconds"] for line in lines)
