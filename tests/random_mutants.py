@@ -287,7 +287,7 @@ def first_tests(script, change):
 
 def write(rows):
     with open(RESULTS, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS)
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows[key] for key in sorted(rows))
 
@@ -334,7 +334,8 @@ def main():
             made, _, failed, _ = run([changes[key] for key in left], tests, copy)
             print(f"{len(made)} of {len(left)} together: {len(failed)} tests failed", flush=True)
             if not failed:
-                break
+                left = [key for key in left if changes[key] not in made]  # those whose place overlaps another's
+                continue
             names = [name for name, _ in failed]
             todo = [pool.submit(try_alone, key, changes[key], names, copy) for key in left]
             for row, _ in (done.result() for done in as_completed(todo)):
