@@ -53,10 +53,8 @@ def read_runs():
 
 def table():
     """Return the runs as a Markdown table."""
-    lines = [
-        "| run | accuracy at steps 0, 20, 40 | pass@1 at 40 | `policy/sampler_kl`: median, largest | seconds of a "
-    ]
-    lines[0] += "rollout, of a step |"
+    lines = ["|run|accuracy at steps 0, 20, 40|pass@1 at 40|`policy/sampler_kl`: median, largest|seconds of a "]
+    lines[0] += "rollout, of a step|"
     lines.append("|---|---|---|---|---|")
     for name, rows in read_runs().items():
         accuracy = [f"{float(row['eval/accuracy']):.3f}" for row in rows if row["eval/accuracy"]]
@@ -67,7 +65,7 @@ def table():
         ]
         cells = [name, ", ".join(accuracy), f"{float(rows[-1]['eval/pass@1']):.3f}"]
         cells += [f"{statistics.median(kl):.0e}, {max(kl):.0e}", f"{seconds[0]:.2f}, {seconds[1]:.2f}"]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(f"|{'|'.join(cells)}|")
     return "\n".join(lines)
 
 

@@ -20,9 +20,9 @@ gradients, and samples. Sparse attention (`index_topk`) is tested only on sequen
 all tokens.
 
 Other architectures may work as well. `dpo.py` and `sft.py` compare their log-probabilities with the model's own at the
-start. The scripts that sample log `policy/sampler_kl`, the divergence between sampling and training: it should be about
-0.001 or less, and above 0.5 per token the run stops. Of some models that also read images (Qwen3.5), only the language
-model is trained and saved.
+start. The scripts that sample log `policy/sampler_kl`, the divergence between sampling and training: it should be
+[5e-3 or less](is_this_normal.md#sampler_kl-grows), and above 0.5 per token the run stops. Of some models that also read
+images (Qwen3.5), only the language model is trained and saved.
 
 Not supported: LoRA adapter folders (merge them into their model first), quantized checkpoints, models that transformers
 cannot load as a causal language model (Qwen2.5-VL), and a reward model whose tokenizer differs from the policy's.
