@@ -386,9 +386,10 @@ def nudge_weights(patch, script, seed):
 
 
 def three_steps(name, folder, seed_of_nudge=None):
-    """The metrics of three steps, but for times."""
+    """The metrics of three steps, but for times. Asserts when main saves, and which models have gradients."""
     settings = f"num_steps=3 save_every=2 eval_prompts=0 seed=5 precision=float32 run_dir={folder}/run"
-    save, saved, init_moments, prepared = SCRIPTS[name].save, [], SCRIPTS[name].init_moments, []
+    save, init_moments = SCRIPTS[name].save, SCRIPTS[name].init_moments
+    saved, prepared, trained = [], [], []  # steps, optimizers, whether a model has gradients
 
     def save_and_note(*given):
         saved.append(given[-1])
@@ -415,7 +416,7 @@ def three_steps(name, folder, seed_of_nudge=None):
         patch.setattr(SCRIPTS[name], "init_moments", init_and_note)
         if seed_of_nudge is not None:
             nudge_weights(patch, SCRIPTS[name], seed_of_nudge)
-        prepare_model, trained = SCRIPTS[name].prepare_model, []
+        prepare_model = SCRIPTS[name].prepare_model  # perhaps with the nudge
         patch.setattr(SCRIPTS[name], "prepare_model", prepare_and_note)
         start = time.perf_counter()
         SCRIPTS[name].main(make_args(SCRIPTS[name], settings))
