@@ -41,9 +41,13 @@ def make_policy(config, settings):
 
 
 def count_peak(run):
-    """Return the most bytes that a call allocates at once, in addition to those that were allocated before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        run()
+    """Return the most bytes that a call allocates at once, in addition to those that were allocated before.
+
+    oneDNN is off: for some products in bfloat16 it allocates copies, on some processors and not on others.
+    """
+    with torch.backends.mkldnn.flags(enabled=False):
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+            run()
     events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
     live = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
