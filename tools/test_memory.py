@@ -19,6 +19,12 @@ PAGE = ROOT / "docs" / "memory.md"
 pytestmark = pytest.mark.usefixtures("alone")
 
 
+@pytest.fixture(autouse=True)
+def without_onednn(monkeypatch):
+    """For some products in bfloat16 it allocates copies, on some processors and not on others."""
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+
+
 def make_config(hidden=64, inner=256, layers=4, vocab=300, tied=True, shared=1):
     sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "vocab_size": vocab}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4 // shared, "tie_word_embeddings": tied}
@@ -41,13 +47,9 @@ def make_policy(config, settings):
 
 
 def count_peak(run):
-    """Return the most bytes that a call allocates at once, in addition to those that were allocated before.
-
-    oneDNN is off: for some products in bfloat16 it allocates copies, on some processors and not on others.
-    """
-    with torch.backends.mkldnn.flags(enabled=False):
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-            run()
+    """Return the most bytes that a call allocates at once, in addition to those that were allocated before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        run()
     events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
     live = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
