@@ -733,6 +733,7 @@ only with an option set):
 
 - **Cell:** cosine with the gradient of the objective; relative error and ratio of the norms in brackets. A cosine of
   1.000 with an error is **scale only**: AdamW ignores a constant factor; gradient clipping and a KL weight do not.
+  "-": no gradient.
 - **Objective:** the expected reward, unless a note names another. KL rows: the KL divergence from the reference. DPO
   and SFT: the first variant.
 - **Policy:** a random Llama with 4,816 weights, 4 tokens and at most 6 per completion. A completion is right if a 3
@@ -755,8 +756,8 @@ TOP = (
     (
         "P05",
         "A",
-        "A clipped value loss (TRL, summarize, `ppo_rlhf.py`), where an update moves values by up to 0.5 and the clip "
-        "is 0.2; with a mean per completion (oat, rlhf-book) <P05 C>",
+        "A clipped value loss (TRL, summarize, `ppo_rlhf.py`; with a mean per completion, as in oat and rlhf-book, "
+        "<P05 C>), where an update moves values by up to 0.5 and the clip is 0.2",
     ),
     (
         "P07",
@@ -775,7 +776,7 @@ TOP = (
     ("S02", "B", "SFT on prompt tokens, too (TRL for texts and messages, summarize)"),
     ("G13", "B", "A stop token that is not trained (nanochat)"),
     ("G01", "A", "A mean over each completion's own tokens (rlhf-book, `grpo.py`, as in GRPO's paper)"),
-    ("G09", "C", "The penalty of the third line in the reward of a group (rlhf-book)*"),
+    ("G09", "C", "The penalty of number 3, in the reward of a group (rlhf-book)*"),
     ("G32", "B", "Log-probabilities of temperature 1 for samples at 0.6 (oat sets no mode)*"),
 )
 FOOT = """

@@ -16,6 +16,7 @@ import torch
 from preference_ranks import build_scorer
 from tiny import COMPLETIONS, PROMPTS, ROOT, TINY, add_pairs, load, pad_right, parse, read_jsonl, record, write_jsonl
 
+import gkd
 import grpo
 import ppo_rlhf
 
@@ -367,6 +368,7 @@ def test_where_nothing_has_moved_every_ratio_is_exactly_1(name, tmp_path, monkey
 # ---- recorded numbers: what "Numerics: unchanged" means
 
 RECORDED = Path(__file__).with_name("reference.json")
+THREE_STEPS = {name: script for name, script in SCRIPTS.items() if name != "grpo without KL"} | {"gkd": gkd}
 FILES = {"dpo": "preferences/train.jsonl", "reward_model": "preferences/train.jsonl", "sft": "addition/sft.jsonl"}
 NUM_NUDGED = 8
 
@@ -388,7 +390,7 @@ def nudge_weights(patch, script, seed):
 def three_steps(name, folder, seed_of_nudge=None):
     """The metrics of three steps, but for times. Asserts when main saves, and which models have gradients."""
     settings = f"num_steps=3 save_every=2 eval_prompts=0 seed=5 precision=float32 run_dir={folder}/run"
-    save, init_moments = SCRIPTS[name].save, SCRIPTS[name].init_moments
+    save, init_moments = THREE_STEPS[name].save, THREE_STEPS[name].init_moments
     saved, prepared, trained = [], [], []  # steps, optimizers, whether a model has gradients
 
     def save_and_note(*given):
@@ -412,14 +414,14 @@ def three_steps(name, folder, seed_of_nudge=None):
         settings += " prompts_per_step=8 group_size=4 minibatch_size=16 max_completion_length=24"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ppo_rlhf, "NORM_SAMPLES", 32)
-        patch.setattr(SCRIPTS[name], "save", save_and_note)
-        patch.setattr(SCRIPTS[name], "init_moments", init_and_note)
+        patch.setattr(THREE_STEPS[name], "save", save_and_note)
+        patch.setattr(THREE_STEPS[name], "init_moments", init_and_note)
         if seed_of_nudge is not None:
-            nudge_weights(patch, SCRIPTS[name], seed_of_nudge)
-        prepare_model = SCRIPTS[name].prepare_model  # perhaps with the nudge
-        patch.setattr(SCRIPTS[name], "prepare_model", prepare_and_note)
+            nudge_weights(patch, THREE_STEPS[name], seed_of_nudge)
+        prepare_model = THREE_STEPS[name].prepare_model  # perhaps with the nudge
+        patch.setattr(THREE_STEPS[name], "prepare_model", prepare_and_note)
         start = time.perf_counter()
-        SCRIPTS[name].main(make_args(SCRIPTS[name], settings))
+        THREE_STEPS[name].main(make_args(THREE_STEPS[name], settings))
         seconds = time.perf_counter() - start
     assert saved == [2, 3] and len(prepared) == (2 if name == "ppo_rlhf" else 1)
     assert trained.count(True) == len(prepared), trained  # those with an optimizer
@@ -429,7 +431,7 @@ def three_steps(name, folder, seed_of_nudge=None):
     return [{key: value for key, value in line.items() if not key.startswith("perf/")} for line in lines]
 
 
-@each([name for name in SCRIPTS if name != "grpo without KL"])
+@each(THREE_STEPS)
 def test_three_steps_have_the_recorded_numbers(name, tmp_path):
     """To four digits, or to ten times what a nudge of the weights changed when they were recorded.
 
@@ -461,6 +463,6 @@ def record_steps(name):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     numbers = {"metrics": {}, "changed_by_nudges": {}}
-    for name in [name for name in SCRIPTS if name != "grpo without KL"]:
+    for name in THREE_STEPS:
         numbers["metrics"][name], numbers["changed_by_nudges"][name] = record_steps(name)
     RECORDED.write_text(json.dumps(numbers, indent=1) + "\n")
