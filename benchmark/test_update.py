@@ -9,7 +9,8 @@ from tiny import ROOT, TINY
 pytestmark = pytest.mark.usefixtures("alone")
 
 
-def test_a_precision_has_a_row_of_numbers(capsys):
+def test_a_precision_has_a_row_of_numbers(capsys, monkeypatch):
+    monkeypatch.setattr(update, "SIDE", 256)
     given = {"model": str(TINY), "threads": 1, "repeats": 1, "precisions": ["bfloat16"]}
     update.main(Namespace(**given, before=ROOT / "grpo.py"))
     [row] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| bfloat16")]

@@ -25,6 +25,7 @@ from transformers import AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS, PROMPT, COMPLETION = 48, 17, 48
+SIDE = 2048  # of the product that measures the processor's speed
 
 
 def load_script(path):
@@ -74,14 +75,14 @@ class Update:
 
 
 def speed(dtype):
-    """Return the FLOP per second of a 2048 x 2048 product."""
+    """Return the FLOP per second of a product of two large matrices."""
     torch.set_float32_matmul_precision("highest")
-    a, times = torch.randn(2048, 2048).to(dtype), []
+    a, times = torch.randn(SIDE, SIDE).to(dtype), []
     for _ in range(12):
         start = time.perf_counter()
         a @ a
         times.append(time.perf_counter() - start)
-    return 2 * 2048**3 / statistics.median(times)
+    return 2 * SIDE**3 / statistics.median(times)
 
 
 def main(args):

@@ -14,6 +14,7 @@ from pathlib import Path
 import pandas
 import pyarrow
 import pytest
+from processes import run_file
 from pyarrow import parquet
 from tiny import ROOT, TEMPLATE, TINY, assistant, make_tokenizer, read_jsonl, user, word_tokenizer, write_rows
 from transformers import AutoTokenizer
@@ -636,7 +637,7 @@ def test_ppo_samples_after_what_precedes_the_last_turn_of_chosen(tokenizer, row)
 
 @pytest.mark.parametrize("name, counts", [("addition", [4096, 512, 20_000]), ("long", [8192, 512, 40_000])])
 def test_make_rebuilds_embedded_data_of_different_prompts_and_right_answers(tmp_path, name, counts):
-    subprocess.run([sys.executable, DATA / name / "make.py", tmp_path], check=True)
+    run_file(DATA / name / "make.py", tmp_path)
     rows = []
     for file in ("train.jsonl", "test.jsonl", "sft.jsonl"):
         rows += read_jsonl(tmp_path / file)

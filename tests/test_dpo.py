@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import pair_results, random_pairs, read_oracle, sigmoid, tensor, train
 from preference_ranks import PAIRS
-from tiny import ROOT, build_model, shares_changed
+from tiny import ROOT, build_model, few_rows, shares_changed
 from torch.testing import assert_close
 
 import dpo
@@ -157,7 +157,8 @@ def test_to_evaluate_only_the_reference_reads_no_training_pairs(tmp_path, monkey
     read = []
     monkeypatch.setattr(dpo, "add_ref_logprobs", lambda _policy, pairs, _args: read.append(len(pairs)))
     monkeypatch.setattr(dpo, "evaluate", lambda *_: {})
-    train(dpo, tmp_path / "run", num_steps=0, eval_prompts=8)
+    dataset = few_rows(tmp_path, "preferences/train.jsonl")
+    train(dpo, tmp_path / "run", num_steps=0, eval_prompts=8, dataset=dataset)
     assert read == [8]
 
 

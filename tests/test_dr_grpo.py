@@ -4,7 +4,7 @@ import helpers
 import pytest
 import torch
 from helpers import cases_of, each_invariance, tensor, true_gradient
-from tiny import record, relative_error
+from tiny import few_rows, record, relative_error
 from torch.testing import assert_close
 
 import dr_grpo
@@ -69,7 +69,7 @@ def test_truncated_completions_count_as_wrong(tmp_path, monkeypatch):
     rollouts = record(monkeypatch, dr_grpo, "sample_completions")
     calls = record(monkeypatch, dr_grpo, "compute_advantages")
     sizes = {"prompts_per_step": 4, "group_size": 4, "minibatch_size": 8, "max_completion_length": 8}
-    [line] = helpers.train(dr_grpo, tmp_path / "run", num_steps=1, eval_prompts=0, **sizes)
+    [line] = helpers.train(dr_grpo, tmp_path / "run", num_steps=1, eval_prompts=0, dataset=few_rows(tmp_path), **sizes)
     [(_, (batch, _texts))] = rollouts
     [((rewards, _group_size), _)] = calls
     truncated = batch["truncated"]

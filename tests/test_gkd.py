@@ -14,6 +14,7 @@ from tiny import (
     add_pairs,
     build_model,
     exit_line,
+    few_rows,
     load,
     make_batch,
     make_folder,
@@ -295,7 +296,7 @@ def completions(tmp_path):
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_the_teacher_stays_as_it_is_in_the_precision_of_the_student(precision, tmp_path, monkeypatch):
     calls = record(monkeypatch, gkd, "accumulate_gradients")
-    train(gkd, tmp_path / "run", **SMALL, precision=precision)
+    train(gkd, tmp_path / "run", **SMALL, dataset=few_rows(tmp_path), precision=precision)
     for (policy, teacher, *_), _ in calls:
         assert all(weight.requires_grad for weight in policy.parameters())
         before = load(gkd, TEACHER)[0].state_dict()

@@ -9,7 +9,7 @@ import tokenizers
 import torch
 from helpers import each_invariance, enumerate_rows, gradient_of, loss_and_gradient, random_inputs, tensor
 from sync_copies import definitions
-from tiny import TINY, record, relative_error
+from tiny import TINY, few_rows, record, relative_error
 from torch.testing import assert_close
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -238,7 +238,7 @@ def train(folder, monkeypatch, step_rewards, **settings):
     monkeypatch.setattr(grpo_process, "step_rewards", step_rewards)
     calls = record(monkeypatch, grpo_process, "accumulate_gradients")
     sizes = {"prompts_per_step": 4, "group_size": 4, "minibatch_size": 8, "max_completion_length": 16}
-    settings = {"num_steps": 1, "eval_prompts": 0, "kl_coef": 0.0} | sizes | settings
+    settings = {"num_steps": 1, "eval_prompts": 0, "kl_coef": 0.0, "dataset": few_rows(folder)} | sizes | settings
     line, *_ = helpers.train(grpo_process, folder / "run", **settings)
     (_, batch, *_), _ = calls[0]
     return line, batch

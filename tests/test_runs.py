@@ -14,9 +14,10 @@ import textwrap
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 import wandb
-from processes import Forked, assert_same_run
+from processes import Forked, assert_same_run, finish
 from tiny import ROOT, edit_json, exit_line, parse, read_jsonl, write_jsonl
 from torch.distributed.checkpoint import CheckpointException
 
@@ -24,6 +25,7 @@ import dapo
 import dpo
 import grpo
 import ppo_rlhf
+import sft
 
 SMALL = {"num_steps": 2, "prompts_per_step": 2, "group_size": 2, "minibatch_size": 2, "max_completion_length": 4}
 SMALL |= {"eval_prompts": 2, "save_every": 1}
@@ -168,23 +170,23 @@ def test_a_finished_run_whose_state_was_deleted_stays_as_it_is(run):
 
 
 HOLD = """
-import sys, time, grpo
+import pathlib, sys, time, grpo
 grpo.lock_run(sys.argv[1])
-print("locked", flush=True)
+pathlib.Path(sys.argv[2]).touch()
 time.sleep(600)
 """
 
 
-def test_a_run_that_another_process_runs_is_refused_until_that_process_ends(run):
-    holder = subprocess.Popen([sys.executable, "-c", HOLD, run], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    try:
-        assert holder.stdout.readline() == "locked\n"
-        before = files_of(run)
-        assert exit_line(grpo, resume=run, num_steps=3) == f"{run}: another process is still running this run"
-        assert files_of(run) == before
-    finally:
-        holder.kill()
-        holder.communicate()
+def test_a_run_that_another_process_runs_is_refused_until_that_process_ends(run, tmp_path):
+    holder = Forked(HOLD, ["grpo.py", run, tmp_path / "locked"])
+    while not (tmp_path / "locked").exists():
+        assert holder.poll() is None, holder.communicate()[0]
+        time.sleep(0.02)
+    before = files_of(run)
+    assert exit_line(grpo, resume=run, num_steps=3) == f"{run}: another process is still running this run"
+    assert files_of(run) == before
+    holder.send_signal(signal.SIGKILL)
+    holder.communicate()
     grpo.main(parse(grpo, resume=run, num_steps=3))  # with its lock left by the kill
     grpo.main(parse(grpo, resume=run, num_steps=4))  # and in the process that has the lock
     assert steps_of(run) == [0, 1, 2, 3, 4]
@@ -197,8 +199,8 @@ def test_a_training_run_holds_its_lock_until_it_ends(sums, tmp_path, monkeypatch
 
     def score(*given):
         if not refused:
-            second = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-            refused.append(second.stderr.strip())
+            output, _ = Forked(code, ["grpo.py"]).communicate()
+            refused.append(output.strip())
         return score_completions(*given)
 
     monkeypatch.setattr(grpo, "score_completions", score)
@@ -307,28 +309,35 @@ def test_rows_without_answers_need_a_reward_of_ones_own_and_the_first_evaluation
         grpo.main(parse(grpo, dataset=tmp_path / "open.jsonl", run_dir=tmp_path / "run", **SMALL))
 
 
-NO_MEMORY = """
-import sys, torch, {script} as script
-sys.argv[0] = "{script}.py"
+NO_MEMORY = "CUDA out of memory. Tried to allocate 2 GiB."
+WITHOUT_MEMORY = f"""
+import sys, torch, grpo
+sys.argv[0] = "grpo.py"
 def accumulate_gradients(*_):
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
-script.accumulate_gradients = accumulate_gradients
-script.main(script.parse_args())
+    raise torch.OutOfMemoryError({NO_MEMORY!r})
+grpo.accumulate_gradients = accumulate_gradients
+grpo.main(grpo.parse_args())
 """
 
 
-@pytest.mark.parametrize("script, flag", [("grpo", "--rollout-batch-size"), ("sft", "lower --microbatch-tokens")])
-def test_out_of_memory_says_what_to_do(script, flag, tmp_path, sums):
+def assert_advice(stderr, flag):
     """After the traceback, whose last line is torch's message, in one line."""
-    write_jsonl(tmp_path / "sft.jsonl", [{"prompt": f"{i}+1=", "completion": f"{i + 1}"} for i in range(20)])
-    flags = flags_of(tmp_path / "run", sums)
-    if script == "sft":
-        flags = ["--dataset", tmp_path / "sft.jsonl", "--run-dir", tmp_path / "run", "--num-steps", "1"]
-    command = [sys.executable, "-c", NO_MEMORY.format(script=script), *map(str, flags)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    *_, message, advice = done.stderr.splitlines()
-    assert done.returncode == 1 and message.endswith("OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB.")
+    *_, message, advice = stderr.splitlines()
+    assert message.endswith(f"OutOfMemoryError: {NO_MEMORY}")
     assert flag in advice and "python tools/memory.py --script" in advice and "--gradient-checkpointing" in advice
+
+
+def test_out_of_memory_says_what_to_do(tmp_path, sums):
+    command = [sys.executable, "-c", WITHOUT_MEMORY, *flags_of(tmp_path / "run", sums)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1
+    assert_advice(done.stderr, "--rollout-batch-size")
+
+
+def test_out_of_memory_says_what_to_do_in_a_script_that_does_not_sample(capsys):
+    error = torch.OutOfMemoryError(NO_MEMORY)
+    sft.explain_error(type(error), error, None)
+    assert_advice(capsys.readouterr().err, "lower --microbatch-tokens")
 
 
 def test_the_start_says_how_many_threads_compute(sums, tmp_path, capsys):
@@ -532,8 +541,8 @@ print(len(signals))
 
 def test_a_process_that_is_ended_as_soon_as_it_is_started_ends():
     """multiprocessing.Pool does that with a process that got no task, and waits for its end."""
-    done = subprocess.run([sys.executable, "-c", SLOW_FORK], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.stdout == "-15\n1\n", done.stderr
+    first, *_, last = finish(Forked(SLOW_FORK, ["grpo.py"])).splitlines()
+    assert (first, last) == ("-15", "1")
 
 
 def test_after_a_run_processes_get_the_handlers_of_their_parent(run):

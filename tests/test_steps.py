@@ -14,7 +14,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 from preference_ranks import build_scorer
-from tiny import COMPLETIONS, PROMPTS, ROOT, TINY, add_pairs, load, pad_right, parse, read_jsonl, record, write_jsonl
+from tiny import (
+    COMPLETIONS,
+    PROMPTS,
+    TINY,
+    add_pairs,
+    few_rows,
+    load,
+    pad_right,
+    parse,
+    read_jsonl,
+    record,
+    write_jsonl,
+)
 
 import gkd
 import grpo
@@ -369,7 +381,8 @@ def test_where_nothing_has_moved_every_ratio_is_exactly_1(name, tmp_path, monkey
 
 RECORDED = Path(__file__).with_name("reference.json")
 THREE_STEPS = {name: script for name, script in SCRIPTS.items() if name != "grpo without KL"} | {"gkd": gkd}
-FILES = {"dpo": "preferences/train.jsonl", "reward_model": "preferences/train.jsonl", "sft": "addition/sft.jsonl"}
+FILES = dict.fromkeys(THREE_STEPS, "addition/train.jsonl") | {"sft": "addition/sft.jsonl"}
+FILES |= dict.fromkeys(["dpo", "reward_model"], "preferences/train.jsonl")
 NUM_NUDGED = 8
 
 
@@ -390,6 +403,7 @@ def nudge_weights(patch, script, seed):
 def three_steps(name, folder, seed_of_nudge=None):
     """The metrics of three steps, but for times. Asserts when main saves, and which models have gradients."""
     settings = f"num_steps=3 save_every=2 eval_prompts=0 seed=5 precision=float32 run_dir={folder}/run"
+    settings += f" dataset={few_rows(folder, FILES[name])}"
     save, init_moments = THREE_STEPS[name].save, THREE_STEPS[name].init_moments
     saved, prepared, trained = [], [], []  # steps, optimizers, whether a model has gradients
 
@@ -405,9 +419,8 @@ def three_steps(name, folder, seed_of_nudge=None):
         trained.append(any(parameter.requires_grad for parameter in model.parameters()))
         return prepare_model(model, *rest)
 
-    if name in FILES:
-        rows = read_jsonl(ROOT / "data" / FILES[name])[:64]
-        settings += f" minibatch_size=16 dataset={write_jsonl(folder / 'rows.jsonl', rows)}"
+    if name in SUPERVISED:
+        settings += " minibatch_size=16"
     elif name == "ppo_rlhf":
         settings += " prompts_per_step=16 minibatch_size=8 max_completion_length=24"
     else:

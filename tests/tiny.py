@@ -162,6 +162,11 @@ def read_jsonl(path):
     return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
 
 
+def few_rows(folder, file="addition/train.jsonl"):
+    """Write 64 rows of a bundled dataset, which are read faster than all, and return the file."""
+    return write_jsonl(folder / "rows.jsonl", read_jsonl(ROOT / "data" / file)[:64])
+
+
 def write_jsonl(path, rows):
     Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
