@@ -118,7 +118,7 @@ def test_sections_that_run_scripts(job, monkeypatch):
 
 def test_failures_are_written_and_the_rest_goes_on(tmp_path, monkeypatch, capsys):
     """One section raises an error, one takes too long, and for one no time is left; each is a separate process."""
-    jobs = [("ranks", benchmark.check_ranks, {}, 0.1)]
+    jobs = [("resume", benchmark.check_resume, {}, 60), ("ranks", benchmark.check_ranks, {}, 0.1)]
     jobs += [("default run", benchmark.check_defaults, {"scripts": ["grpo"]}, 60)]
     jobs += [("numbers", benchmark.check_numbers, {}, 60)]
     monkeypatch.setattr(benchmark, "sections", lambda _: jobs)

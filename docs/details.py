@@ -727,7 +727,7 @@ only with an option set):
 
 ![Cosine of each variant with the gradient of the objective, after training](pictures/details.png)
 
-*Details with a cosine below 0.99 at the start or after training.*
+*Details with a cosine below 0.99 at the start or after training; letters are those of the tables.*
 
 ## How to read the tables
 
@@ -742,7 +742,8 @@ only with an option set):
 - **Reference:** of "trained" it is the start, of "start" the start with noise of 0.3 in its log-probabilities.
 - **What may not carry over:** how far a cosine is from 1. Real completions are longer, and real rewards depend on their
   length in another way.
-- **Groups** have 8 completions; where a batch is split, it has two parts of 3. "ours" is what our scripts do.
+- **Groups** have 8 completions. Unless it is the detail, the baseline is their mean, which makes a gradient of ×0.87.
+  Where a batch is split, it has two parts of 3. "ours" is what our scripts do.
 - **Defaults only:** a code base stands beside its default, or beside the option in brackets. No name means: not found
   in it, or not confirmed.
 
@@ -874,10 +875,10 @@ def draw(found):
         values = [found[row["id"]][key] for key in row["variants"] if key in found[row["id"]]]
         if any(abs(numbers[name][1] - 1) > 0.01 for numbers in values for name in SITUATIONS[:2]):
             details.append(row)
-    figure, axes = plt.subplots(figsize=(11, 0.5 * len(details) + 1.2))
+    figure, axes = plt.subplots(figsize=(11, 0.36 * len(details) + 1.2))
     drawn_cells = []
     for y, row in enumerate(details):
-        for x, (letter, (key, formula)) in enumerate(zip(LETTERS, row["variants"].items())):
+        for x, (letter, key) in enumerate(zip(LETTERS, row["variants"])):
             numbers = found[row["id"]].get(key)
             if numbers is None:
                 continue
@@ -885,9 +886,9 @@ def draw(found):
             drawn_cells.append((row["id"], key, cosine if math.isnan(cosine) else round(cosine, 2)))
             colour = "#dddddd" if math.isnan(cosine) else plt.cm.RdYlGn(max(cosine, 0.0))
             axes.barh(y, 0.96, left=x, height=0.9, color=colour)
-            plain = formula.replace("`", "").replace("\\|", "|")
-            text = f"{letter} {plain if len(plain) < 18 else plain[:15] + '…'}\n{cosine:.2f}"
-            axes.text(x + 0.48, y, text, ha="center", va="center", fontsize=6.5)
+            text = f"{letter} {'-' if math.isnan(cosine) else format(cosine, '.2f')}"
+            dark = cosine < 0.2 or cosine > 0.8
+            axes.text(x + 0.48, y, text, ha="center", va="center", color="white" if dark else "black")
     titles = [row["title"] for row in details]
     axes.set(yticks=range(len(details)), yticklabels=titles, xticks=[], xlim=(0, 8))
     axes.set_title(

@@ -45,7 +45,8 @@ REFUSAL = """
 ## Refused
 
 These models end in an error: sampling cannot use their cache, or their LM head or base model is not supported. With an
-unsupported head, scripts that sample stop only after the first step in which `policy/sampler_kl` exceeds 0.5.
+unsupported head, scripts that sample stop only after the first step in which `policy/sampler_kl` exceeds 0.5, and say
+that sampling and training disagree.
 
 | error message contains | architectures |
 |---|---|"""

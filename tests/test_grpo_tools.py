@@ -314,6 +314,20 @@ def test_a_tools_text_ends_no_turn(tokenizer, monkeypatch):
     assert tokenizer.decode([ids[0], ids[-1]]) == "56"
 
 
+def test_the_user_of_the_page_opens_a_turn_once(tokenizer):
+    """With the special tokens of the template, unlike a tool's text."""
+    page = (ROOT / "docs" / "grpo_tools.md").read_text(encoding="utf-8")
+    [code] = re.findall("```python\n(.*?)```", page, re.DOTALL)
+    example = {"__name__": "my_dialogue"}
+    exec(code, example)
+    said = tokenizer("\\boxed{46}<|end|>", add_special_tokens=False)["input_ids"]
+    reply = example["ask_user"](tokenizer, said, 64)
+    assert [reply[0], reply[-1]] == tokenizer.convert_tokens_to_ids(["<|user|>", "<|assistant|>"])
+    assert tokenizer.decode(reply[1:-1]) == "46+17="
+    assert example["ask_user"](tokenizer, said + reply + said, 64) == example["ask_user"](tokenizer, reply, 64) == []
+    assert example["is_correct"]("\\boxed{63}", "46") and not example["is_correct"]("\\boxed{46}", "46")
+
+
 @pytest.mark.parametrize("reply", ["", ";"])
 def test_calls_are_counted_each_and_their_lack_is_told(reply, monkeypatch, tmp_path, capsys):
     """A reply after every digit that was drawn: some completions have several."""
