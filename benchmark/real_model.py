@@ -666,7 +666,7 @@ def draw_instructions(rows):
     for title, text, color, top in lines:
         right.text(0, top, title, size=10, color=color, weight="bold", va="top")
         right.text(0.02, top - 0.08, text, size=11.5, color=color, va="top")
-    note = "The reward checks only the constraint:\nneither answer is in the active voice."
+    note = "The reward does not check the content:\nneither answer is in the active voice."
     right.text(0, 0.08, note, size=10, color="dimgray", va="top", style="italic")
     figure.tight_layout()
     figure.savefig(PICTURES / "instructions.png", dpi=125)

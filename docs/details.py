@@ -717,11 +717,12 @@ HEAD = """# Details: what ten code bases do differently, and what it does to the
 
 [Pages](README.md) · [claims](claims.md) · [KL estimators](kl.md)
 
-Each row is a detail in which implementations differ. The numbers are exact: a tiny policy has 1,093 completions, so
-every expectation is a sum. Ten code bases were read at one commit each; a name links to the line.
+Each table is a detail in which implementations differ, each of its rows a variant. The numbers are exact: a tiny policy
+has 1,093 completions, so every expectation is a sum. Ten code bases were read at one commit each; a name links to the
+line.
 
-**The ten largest differences** (cosine of the expected gradient with that of the objective, after some training; * acts
-only with an option set):
+**The ten details with the largest differences** (cosine of the expected gradient with that of the objective, after some
+training; * acts only with an option set):
 
 {top}
 
@@ -880,10 +881,9 @@ def draw(found):
     for y, row in enumerate(details):
         for x, (letter, key) in enumerate(zip(LETTERS, row["variants"])):
             numbers = found[row["id"]].get(key)
-            if numbers is None:
-                continue
-            cosine = numbers["trained"][1]
-            drawn_cells.append((row["id"], key, cosine if math.isnan(cosine) else round(cosine, 2)))
+            cosine = numbers["trained"][1] if numbers else math.nan
+            if numbers:
+                drawn_cells.append((row["id"], key, cosine if math.isnan(cosine) else round(cosine, 2)))
             colour = "#dddddd" if math.isnan(cosine) else plt.cm.RdYlGn(max(cosine, 0.0))
             axes.barh(y, 0.96, left=x, height=0.9, color=colour)
             text = f"{letter} {'-' if math.isnan(cosine) else format(cosine, '.2f')}"
