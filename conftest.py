@@ -12,7 +12,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 CACHE = tempfile.TemporaryDirectory()  # of data sets, which datasets asks for when it is imported
 os.environ["HF_DATASETS_CACHE"] = CACHE.name
 ROOT = Path(__file__).resolve().parent
-gc.set_threshold(100_000, 50, 1000)  # to look for garbage among all that torch has made costs a tenth of the time
+gc.set_threshold(100_000, 50, 1000)  # a search for garbage goes through all that torch has made
 sys.path[:0] = [str(ROOT / name) for name in ("", "tests", "tools", "benchmark", "docs")]
 
 
