@@ -17,8 +17,8 @@ sys.path[:0] = [str(ROOT / name) for name in ("", "tests", "tools", "benchmark",
 
 
 # The mathematics. The tests of all other files train, start processes, or read whole datasets or pages.
-FAST = {"accumulation", "copies", "logprobs", "rewards", "grpo", "reinforce", "dr_grpo", "dapo", "gspo", "cispo"}
-FAST |= {"grpo_process", "grpo_tools", "ppo_rlhf", "gkd", "dpo", "reward_model", "oracle"}
+FAST = {"losses", "process_rewards", "other_libraries", "exact_gradients", "answers", "copies", "accumulation"}
+FAST |= {"logprobs", "rewards", "grpo_tools", "ppo_rlhf", "gkd", "dpo", "reward_model", "oracle"}
 
 
 def is_fast(path):
@@ -42,14 +42,11 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def alone():
-    """A process group of one, as init_ranks makes it, which is not left behind."""
+    """A process group of one, as init_ranks makes it."""
     import torch  # not at the top: the process that only hands out tests needs none
 
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group(store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +57,16 @@ def processor(monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
     yield
     torch.set_float32_matmul_precision("highest")  # use_bfloat16 sets it for the whole process
+
+
+@pytest.fixture(autouse=True)
+def no_group():
+    """A main that has failed leaves its process group behind."""
+    yield
+    import torch
+
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 @pytest.fixture

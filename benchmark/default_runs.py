@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import mean, median
 from threading import Lock
 
-from real_model import execute, read_jsonl, table
+from real_model import execute, read_jsonl, saves_of, table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT, PAGE = ROOT / "benchmark" / "results" / "default_runs.csv", ROOT / "docs" / "results.md"
@@ -68,7 +68,7 @@ def seeds_of(script):
 def run(script, seed):
     """Run a script, and return its rows of the csv."""
     folder = FOLDER / f"{script}__{seed}"
-    resumed = any(folder.glob("state/[0-9]*"))
+    resumed = bool(saves_of(folder))
     flags = ["--eval-every", str(EVAL_EVERY.get(script, 4)), "--seed", str(seed), "--run-dir", str(folder)]
     minutes, gib = execute(["python", f"{script}.py", *flags], 1)
     rows = read_jsonl(folder / "metrics.jsonl")
@@ -112,7 +112,9 @@ def values_of(rows, script, seed, metric):
 
 
 def has(rows, script, metric):
-    return any(row["script"] == script and metric in row for row in rows)
+    """Return whether a script has a metric; dpo.py's values before training are those of grpo.py."""
+    scripts = {script, "grpo"} if (script, metric) == ("dpo", "eval/pass@1") else {script}
+    return all(any(row["script"] == name and metric in row for row in rows) for name in scripts)
 
 
 def before_and_after(rows, script, metric):
@@ -143,8 +145,11 @@ def table_of_all(rows):
     lines = []
     for script in SCRIPTS:
         if has(rows, script, "eval/accuracy"):
-            after = [before_and_after(rows, script, metric)[1] for metric in ("eval/accuracy", "eval/pass@1")]
-            lines.append([f"`{script}.py`", *map(spread, after), minutes_of(rows, script)])
+            cells = ["", ""]
+            for i, metric in enumerate(("eval/accuracy", "eval/pass@1")):
+                if has(rows, script, metric):  # most scripts no longer log pass@1
+                    cells[i] = spread(before_and_after(rows, script, metric)[1])
+            lines.append([f"`{script}.py`", *cells, minutes_of(rows, script)])
     return table(["script", "greedy accuracy", "pass@1", "minutes"], lines)
 
 

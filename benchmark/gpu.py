@@ -12,7 +12,6 @@ nothing else on the GPU meanwhile.
 """
 
 import contextlib
-import gc
 import importlib
 import json
 import os
@@ -56,8 +55,9 @@ DEFAULT_RUNS = {  # {script: (metric of the last evaluation, least, most)}; wide
 }
 
 FLOAT32, WITHOUT_NOISE, WITH_NOISE = "float32", "bfloat16, on the grid", "bfloat16, with noise"
-AUTO = ["--precision", "auto"]  # bfloat16 on a GPU; the bundled model's default is float32
-TRAININGS = [("grpo", {"lora_rank": 16}), ("grpo", {"gradient_checkpointing": True}), ("ppo_rlhf", {}), ("dpo", {})]
+BFLOAT16 = ["--precision", "bfloat16"]  # the bundled model's default is float32
+TRAININGS = [("grpo", {"gradient_checkpointing": True}), ("ppo_rlhf", {}), ("dpo", {})]
+NO_STOP = [-1]  # ids that end a completion: none
 
 
 @dataclass
@@ -106,22 +106,22 @@ def check_numbers(job):
     """Compare sampler and training by position, compare decoding with an uncached forward, and train a little."""
     import torch
 
-    grpo, size = importlib.import_module("grpo"), SIZES[job["size"]]
-    policy, device = build(job)
+    grpo, tokens = importlib.import_module("grpo"), SIZES[job["size"]]["tokens"]
+    loaded = load(job)
+    policy, sampler = grpo.load_policy(*loaded), grpo.load_sampler(*loaded)
     torch.manual_seed(1)
-    ids, mask = make_prompts(8, device)
-    with grpo.gathered(policy) as sampler:
-        sampled = grpo.generate(sampler, ids, mask, size["tokens"], 1.0, [])
+    prompts = make_prompts(8)
+    sampled = grpo.generate(sampler, prompts, tokens, 1.0, NO_STOP)
+    batch = make_batch(prompts, sampled, sampler.device)
     with torch.no_grad():
-        batch = make_batch(ids, mask, *sampled)
-        logprobs, _ = policy(batch, 1.0)
-    difference = logprobs - batch["sampler_logprobs"]
+        logprobs, _ = policy(batch["ids"], batch["completion_mask"], 1.0)
+    difference = of_completions(logprobs - batch["sampler_logprobs"], prompts, tokens)  # (8, tokens)
     for start, end in ((0, 128), (128, 512), (512, 1024)):
-        if start < size["tokens"]:
+        if start < tokens:
             part = difference[:, start:end]
             kl = (part.expm1() - part).mean().item()
-            what = f"sampler and training, positions {start} to {min(end, size['tokens'])}: KL"
-            yield what, kl, "under 1e-3", kl < 1e-3
+            what = f"sampler and training, positions {start} to {min(end, tokens)}: KL"
+            yield what, kl, "under 0.01", kl < 0.01
             yield "... mean absolute difference of log-probabilities", part.abs().mean().item(), "", None
             yield (
                 "... largest difference of log-probabilities",
@@ -129,23 +129,20 @@ def check_numbers(job):
                 "under 0.5",
                 part.abs().max().item() < 0.5,
             )
-    yield from check_greedy(grpo, policy, ids, mask, min(64, size["tokens"]))
-    yield from check_learning(grpo, policy, ids, mask, sampled, min(64, size["tokens"]))
+    yield from check_greedy(grpo, sampler, prompts, min(64, tokens))
+    yield from check_learning(grpo, policy, prompts, sampled, min(64, tokens))
 
 
-def check_greedy(grpo, policy, ids, mask, tokens):
+def check_greedy(grpo, sampler, prompts, tokens):
     """Compare greedy decoding with an uncached forward: where tokens differ, their logits must be nearly equal."""
     import torch
 
-    with torch.no_grad(), grpo.gathered(policy) as sampler:
-        completions = grpo.generate(sampler, ids, mask, tokens, 0.0, [])[0]
-        whole = torch.cat([mask, torch.ones_like(completions)], 1)
-        positions = (whole.cumsum(1) - 1).clamp(min=0)
-        output = sampler(
-            input_ids=torch.cat([ids, completions], 1), attention_mask=whole, position_ids=positions, use_cache=False
-        )
-    logits = output.logits[:, ids.shape[1] - 1 : -1].float()
-    gaps = logits.max(2).values - logits.gather(2, completions.unsqueeze(2)).squeeze(2)
+    completions = grpo.generate(sampler, prompts, tokens, 0.0, NO_STOP)
+    ids = make_batch(prompts, completions, sampler.device)["ids"]
+    with torch.no_grad():
+        logits = sampler(input_ids=ids, use_cache=False).logits[:, :-1].float()
+    gaps = logits.max(2).values - logits.gather(2, ids[:, 1:].unsqueeze(2)).squeeze(2)  # of each token after the first
+    gaps = of_completions(torch.nn.functional.pad(gaps, (1, 0)), prompts, tokens)  # (8, tokens)
     equal = (gaps == 0).float().mean().item()
     yield "greedy decoding and uncached forward: share of equal tokens", equal, "over 0.9", equal > 0.9
     yield (
@@ -156,79 +153,69 @@ def check_greedy(grpo, policy, ids, mask, tokens):
     )
 
 
-def check_learning(grpo, policy, ids, mask, sampled, tokens):
+def check_learning(grpo, policy, prompts, sampled, tokens):
     """Check that four optimizer steps make completions more likely if all have advantage 1."""
     import torch
 
-    batch = make_batch(ids, mask, *(tensor[:, :tokens] for tensor in sampled))
-    batch["advantages"] = torch.ones(len(ids), device=ids.device)
-    batch["indices"] = torch.arange(len(ids), device=ids.device)
+    device = policy.model.device
+    batch = make_batch(prompts, [(ids[:tokens], logprobs[:tokens]) for ids, logprobs in sampled], device)
+    batch["advantages"] = torch.ones(len(prompts), device=device)
     args = grpo.Args(kl_coef=0.0)
-    rows, means = batch["indices"], []
+    rows, means = torch.arange(len(prompts), device=device), []
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    num_tokens = batch["completion_mask"].sum()
     for _ in range(4):
         batch["old_logprobs"] = grpo.compute_logprobs(policy, batch, [rows], args)
-        means.append(batch["old_logprobs"].mean().item())
-        grpo.accumulate_gradients(policy, batch, rows, len(ids), args)
-        norm = grpo.step_optimizer(policy, optimizer, 1e-4 if ids.is_cuda else 1e-3, 1.0)
+        means.append((batch["old_logprobs"].sum() / num_tokens).item())
+        for part in grpo.microbatches(batch, rows, args.microbatch_tokens):
+            logprobs, _ = policy(part["ids"], part["completion_mask"], args.temperature)
+            before = part["old_logprobs"], part["sampler_logprobs"], None
+            settings = args.clip_eps, args.kl_coef, args.sampler_weight_cap
+            loss, _ = grpo.policy_loss(logprobs, *before, part["advantages"], part["completion_mask"], *settings)
+            (loss / len(prompts)).backward()
+        norm = grpo.step_optimizer(policy, optimizer, 1e-4 if device.type == "cuda" else 1e-3, 1.0)
         yield "gradient norm", norm, "positive", 0 < norm < float("inf")
-    means.append(grpo.compute_logprobs(policy, batch, [rows], args).mean().item())
+    means.append((grpo.compute_logprobs(policy, batch, [rows], args).sum() / num_tokens).item())
     yield "mean log-probability of the completions before four optimizer steps", means[0], "", None
     yield "... after these steps", means[-1], "higher", means[-1] > means[0]
 
 
 def check_bfloat16(job):
     """Compare how far ten steps with a small learning rate lower the loss in float32, in bfloat16, and with noise."""
-    from transformers import AutoTokenizer
-
-    grpo = importlib.import_module("grpo")
-    device = grpo.init_ranks()
-    tokenizer, falls = AutoTokenizer.from_pretrained(job["model"]), {}
-    batch = read_sums(tokenizer, device)
+    grpo, falls = importlib.import_module("grpo"), {}
+    args, tokenizer, device = load(job)
+    batch = read_sums(grpo, tokenizer, device)
     for kind in (FLOAT32, WITHOUT_NOISE, WITH_NOISE):
-        model = grpo.load_model(job["model"], tokenizer)
-        losses = take_small_steps(model, batch, kind, device)
+        args.precision = kind.partition(",")[0]
+        losses = take_small_steps(grpo, grpo.load_policy(args, tokenizer, device), batch, kind)
         falls[kind] = losses[0] - losses[-1]
         yield f"{kind}: fall of the loss", falls[kind], "", None
     share = falls[WITH_NOISE] / falls[FLOAT32]
     yield "... with noise, of the fall in float32", share, "0.7 to 1.3", 0.7 < share < 1.3
 
 
-def read_sums(tokenizer, device, count=16):
+def read_sums(grpo, tokenizer, device, count=16):
     """Return a batch of prompts and completions of the bundled task."""
-    import torch
-
-    grpo = importlib.import_module("grpo")
     lines = (ROOT / "data" / "addition" / "sft.jsonl").read_text().splitlines()[:count]
     rows = [json.loads(line) for line in lines]
-    messages = [grpo.as_messages(row["prompt"], "user") for row in rows]
-    prompts = [{"prompt_ids": grpo.encode_prompt(tokenizer, each, None)} for each in messages]
+    chats = [[{"role": "user", "content": row["prompt"]}] for row in rows]
+    prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
     stop = [grpo.find_turn_end(tokenizer)]
     completions = [tokenizer(row["completion"], add_special_tokens=False)["input_ids"] + stop for row in rows]
-    longest = max(map(len, completions))
-    ids = [row + [0] * (longest - len(row)) for row in completions]
-    mask = [[1] * len(row) + [0] * (longest - len(row)) for row in completions]
-    batch = {"completion_ids": torch.tensor(ids).to(device), "completion_mask": torch.tensor(mask).to(device)}
-    batch["prompt_ids"], batch["prompt_mask"] = grpo.pad_left(prompts, device)
-    return batch
+    return make_batch(prompts, [(ids, [0.0] * len(ids)) for ids in completions], device)
 
 
-def take_small_steps(model, batch, kind, device, steps=10):
+def take_small_steps(grpo, policy, batch, kind, steps=10):
     """Return the steps + 1 losses of a batch at a learning rate of 1e-6: before each step, and after the last."""
     import torch
 
-    grpo = importlib.import_module("grpo")
-    loaded = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    args = grpo.Args(precision=kind.partition(",")[0])
-    policy = grpo.prepare_model(grpo.LogprobModel(model), args, device)
     if kind == WITHOUT_NOISE:
-        for name, weight in policy.model.named_parameters():
-            own = getattr(weight, "_local_tensor", weight).data
-            in_block = any(part.isdigit() for part in name.split("."))
-            own.copy_(loaded[name].bfloat16() if in_block else loaded[name])
+        with torch.no_grad():
+            for weight in policy.parameters():
+                weight.copy_(weight.bfloat16())
     optimizer, losses = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True), []
     for step in range(steps + 1):
-        logprobs, _ = policy(batch, 1.0)
+        logprobs, _ = policy(batch["ids"], batch["completion_mask"], 1.0)
         loss = -logprobs.sum() / batch["completion_mask"].sum()
         losses.append(loss.item())
         if step < steps:
@@ -241,8 +228,8 @@ def check_resume(job):
     """Compare a run that is resumed after two steps with an uninterrupted run of four steps."""
     folder, small = Path(job["folder"]), ["--prompts-per-step", "8", "--minibatch-size", "32", "--eval-prompts", "16"]
     steps = {}
-    run_script("grpo", [*AUTO, "--num-steps", "4", "--run-dir", str(folder / "whole"), *small])
-    run_script("grpo", [*AUTO, "--num-steps", "2", "--run-dir", str(folder / "half"), *small])
+    run_script("grpo", [*BFLOAT16, "--num-steps", "4", "--run-dir", str(folder / "whole"), *small])
+    run_script("grpo", [*BFLOAT16, "--num-steps", "2", "--run-dir", str(folder / "half"), *small])
     run_script("grpo", ["--resume", str(folder / "half"), "--num-steps", "4"])
     for name in ("whole", "half"):
         steps[name] = [line for line in read_metrics(folder / name) if line["step"] > 0]
@@ -262,7 +249,7 @@ def check_ranks(job):
         return
     run = Path(job["folder"]) / "run"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    run_script("grpo", [*AUTO, "--run-dir", str(run)], torchrun)
+    run_script("grpo", [*BFLOAT16, "--run-dir", str(run)], torchrun)
     accuracy = read_metrics(run)[-1]["eval/accuracy"]
     yield "grpo.py on two processes: eval/accuracy", accuracy, "at least 0.96", accuracy >= 0.96
 
@@ -274,7 +261,7 @@ def check_defaults(job):
     def run(script):
         try:
             short = ["--num-steps", "100"] if script == "sft" else []
-            run_script(script, [*AUTO, "--run-dir", str(folder / script), *short])
+            run_script(script, [*BFLOAT16, "--run-dir", str(folder / script), *short])
             return read_metrics(folder / script)[-1]
         except RuntimeError as error:
             return str(error)
@@ -303,52 +290,43 @@ def read_metrics(run_dir):
 
 
 def time_rollout(job):
-    """Time our generate, with and without room in its cache, and transformers'; compare our peak with formulas."""
-    from transformers.cache_utils import DynamicLayer
-
-    grpo, size, rates, formulas = importlib.import_module("grpo"), SIZES[job["size"]], {}, {}
-    policy, device = build(job, trained=False)
+    """Time our generate and transformers'; compare our peak with formulas."""
+    grpo, size, rates = importlib.import_module("grpo"), SIZES[job["size"]], {}
+    sampler = grpo.load_sampler(*load(job))
+    device = sampler.device
     for rows in size["rows"]:
-        formulas[rows] = rollout_formula(policy.model.config, rows, 16, size["tokens"])
-        if formulas[rows] > 0.94e9 * gpu_gb():
+        formula = rollout_formula(sampler.config, rows, 16, size["tokens"])
+        if formula > 0.94e9 * gpu_gb():
             yield f"{rows} rows x {size['tokens']}", "not run: too little memory", "", None
             continue
-        ids, mask = make_prompts(rows, device, copies=8)
+        prompts = make_prompts(rows, copies=8)
 
-        def ours(tokens, ids=ids, mask=mask):
-            with grpo.gathered(policy) as sampler:
-                grpo.generate(sampler, ids, mask, tokens, 1.0, [])
+        def ours(tokens, prompts=prompts):
+            grpo.generate(sampler, prompts, tokens, 1.0, NO_STOP)
 
         seconds, peak = timed(ours, size["tokens"], device)
         rates[rows] = rows * size["tokens"] / seconds
         yield f"{rows} rows x {size['tokens']}: seconds", seconds, "", None
         yield "... tokens a second", rates[rows], "", None
-        yield from compare_peak("... peak", peak, formulas[rows])
+        yield from compare_peak("... peak", peak, formula)
     if rates:
-        room, grpo.RoomyLayer.update = grpo.RoomyLayer.update, DynamicLayer.update
-        without, _ = timed(ours, size["tokens"], device)  # the most rows
-        grpo.RoomyLayer.update = room
-        yield "... seconds with a cache that is copied for each token", without, "", None
-        yield "... with room / copied", seconds / without, "", None
-    policy = None
-    free(device)
-    if rates:
-        yield from time_peer(job, max(rates), rates[max(rates)], size, device)
+        yield from time_peer(sampler, max(rates), rates[max(rates)], size)
 
 
-def time_peer(job, rows, our_rate, size, device):
-    """Time transformers' generate on the same rows, with everything in bfloat16."""
+def time_peer(model, rows, our_rate, size):
+    """Time transformers' generate on the same rows with the same model."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from torch.nn.utils.rnn import pad_sequence
 
-    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.bfloat16).to(device).eval()
-    ids, mask = make_prompts(rows, device, copies=8)
+    prompts = [torch.tensor(prompt, device=model.device) for prompt in make_prompts(rows, copies=8)]
+    ids = pad_sequence(prompts, batch_first=True, padding_value=0, padding_side="left")
+    mask = (ids != 0).long()  # no prompt has the id 0
 
     def theirs(tokens):
         settings = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "pad_token_id": 0}
         model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=tokens, min_new_tokens=tokens, **settings)
 
-    seconds, _ = timed(theirs, size["tokens"], device)
+    seconds, _ = timed(theirs, size["tokens"], model.device)
     yield f"transformers' generate, {rows} rows: tokens a second", rows * size["tokens"] / seconds, "", None
     yield "... ours / transformers'", our_rate * seconds / (rows * size["tokens"]), "", None
 
@@ -358,37 +336,36 @@ def time_passes(job):
     import torch
 
     grpo, size = importlib.import_module("grpo"), SIZES[job["size"]]
-    policy, device = build(job)
-    ids, mask = make_prompts(size["passes"], device)
-    completions = torch.randint(6, 28, (len(ids), size["tokens"]), device=device)
-    ones = torch.ones_like(completions)
-    batch = make_batch(ids, mask, completions, ones, ones.float())
-    rows, first = torch.arange(len(ids), device=device), None
+    policy = grpo.load_policy(*load(job))
+    device, prompts = policy.model.device, make_prompts(size["passes"])
+    completions = torch.randint(6, 28, (len(prompts), size["tokens"])).tolist()
+    batch = make_batch(prompts, [(ids, [0.0] * len(ids)) for ids in completions], device)
+    rows, first = torch.arange(len(prompts), device=device), None
     for max_tokens in (4096, 16384):
-        for chunk in (2**25, 2**27):
+        for chunk in (2**26, 2**28):
             grpo.LOGITS_AT_ONCE = chunk
 
             def run(_, max_tokens=max_tokens):
                 for part in grpo.microbatches(batch, rows, max_tokens):
-                    policy(part, 1.0)[0].sum().backward()
+                    policy(part["ids"], part["completion_mask"], 1.0)[0].sum().backward()
                 policy.zero_grad()
 
             seconds, peak = timed(run, 0, device)
             first = first or seconds
             what = f"passes of {max_tokens} tokens, 2^{chunk.bit_length() - 1} logits at once"
-            yield f"{what}: tokens a second", completions.numel() / seconds, "", None
+            yield f"{what}: tokens a second", len(prompts) * size["tokens"] / seconds, "", None
             yield "... seconds / those of the first row", seconds / first, "", None
             yield "... peak, GB", peak / 1e9 if peak else "", "", None
 
 
 def rollout_formula(config, rows, prompt_length, tokens):
-    """Return the bytes that tools/memory.py predicts for a rollout of a frozen model."""
+    """Return the bytes that tools/memory.py predicts for a rollout of a sampler alone."""
     memory = load_memory()
     given = {"prompts_per_step": max(1, rows // 8), "group_size": min(8, rows), "eval_prompts": 0}
     given |= {"max_prompt_length": prompt_length, "max_completion_length": tokens}
     model = memory.count_model(config)
     working = memory.rollout_bytes(model, memory.read_settings("grpo", **given), 1)
-    return 2 * model.blocks + 4 * model.root + sum(working)
+    return 2 * (model.blocks + model.root) + sum(working)
 
 
 def timed(function, tokens, device):
@@ -421,7 +398,9 @@ def time_training(job):
         return
     yield "flags that tools/memory.py suggests for this GPU", memory.as_flags(fit, before), "", None
     settings |= {name: value for name, value in vars(fit).items() if value != getattr(before, name)}
-    peaks, updates, script.save = watch_peaks(script), watch_updates(script), lambda *_: None  # nothing is written
+    peaks, script.save = watch_peaks(script), lambda *_: None  # nothing is written
+    own = [name for name in ("accumulate_gradients", "step_optimizer") if hasattr(script, "accumulate_gradients")]
+    calls = watch_calls(script, own or ["compute_logprobs"])
     with contextlib.redirect_stdout(sys.stderr):
         script.main(script.Args(**settings))
     line = read_metrics(settings["run_dir"])[-1]
@@ -431,8 +410,10 @@ def time_training(job):
         yield "rollout: seconds", line["perf/rollout_seconds"], "", None
         yield "... tokens a second", tokens / line["perf/rollout_seconds"], "", None
         sampler_kl = line["policy/sampler_kl"]
-        yield "... policy/sampler_kl", sampler_kl, "under 1e-3", sampler_kl < 1e-3
-    seconds = sum(updates[-len(updates) // settings["num_steps"] :])  # of the last step
+        yield "... policy/sampler_kl", sampler_kl, "under 0.01", sampler_kl < 0.01
+    seconds = sum(calls[-len(calls) // settings["num_steps"] :])  # of the last step
+    if not own:  # the update is what main does after sampling and log-probabilities
+        seconds = line["perf/step_seconds"] - line["perf/rollout_seconds"] - seconds
     yield "update: seconds", seconds, "", None
     yield "update: tokens a second", tokens / seconds, "", None
     if job["peak_tflops"]:
@@ -453,29 +434,28 @@ def watch_peaks(script):
     """
     import torch
 
-    peaks, gathered = [], getattr(script, "gathered", None)
-    if gathered is None:  # the script has no rollouts
+    peaks, sample_completions = [], getattr(script, "sample_completions", None)
+    if sample_completions is None:  # the script has no rollouts
         return peaks
 
-    @contextlib.contextmanager
-    def watched(policy):
+    def watched(*inputs):
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
-        with gathered(policy) as sampler:
-            yield sampler
+        found = sample_completions(*inputs)
         peaks.append(torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None)
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
+        return found
 
-    script.gathered = watched
+    script.sample_completions = watched
     return peaks
 
 
-def watch_updates(script):
-    """Return a list that gets the seconds of every call that is part of an update."""
+def watch_calls(script, names):
+    """Return a list that gets the seconds of every call of these functions."""
     import torch
 
-    updates = []
+    calls = []
 
     def watched(function):
         def timed(*inputs):
@@ -483,14 +463,14 @@ def watch_updates(script):
             found = function(*inputs)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            updates.append(time.perf_counter() - start)
+            calls.append(time.perf_counter() - start)
             return found
 
         return timed
 
-    for name in ("accumulate_gradients", "step_optimizer"):
+    for name in names:
         setattr(script, name, watched(getattr(script, name)))
-    return updates
+    return calls
 
 
 def flops_per_token(models, length):
@@ -562,27 +542,43 @@ def make_model(folder, size):
         shutil.copy(ROOT / "models" / "tiny" / name, folder)
 
 
-def build(job, trained=True):
-    """Return a model and the device, as main of grpo.py makes them: the policy, or the reference if not trained."""
+def load(job):
+    """Return settings, tokenizer and device, from which grpo.py loads a policy or a sampler."""
     from transformers import AutoTokenizer
 
     grpo = importlib.import_module("grpo")
-    device = grpo.init_ranks()
-    model = grpo.load_model(job["model"], AutoTokenizer.from_pretrained(job["model"])).requires_grad_(trained)
-    return grpo.prepare_model(grpo.LogprobModel(model), grpo.Args(precision="bfloat16"), device), device
+    args = grpo.Args(model=job["model"], precision="bfloat16")
+    return args, AutoTokenizer.from_pretrained(job["model"]), grpo.init_ranks()
 
 
-def make_prompts(rows, device, copies=1):
-    """Return random prompts of 8 to 16 ids, padded on the left, with adjacent copies of each."""
-    grpo, rng = importlib.import_module("grpo"), random.Random(1)
+def make_prompts(rows, copies=1):
+    """Return random prompts of 8 to 16 ids, with adjacent copies of each."""
+    rng = random.Random(1)
     prompts = [[rng.randrange(6, 28) for _ in range(rng.randint(8, 16))] for _ in range(rows // copies)]
-    return grpo.pad_left([{"prompt_ids": prompt} for prompt in prompts for _ in range(copies)], device)
+    return [prompt for prompt in prompts for _ in range(copies)]
 
 
-def make_batch(prompt_ids, prompt_mask, completion_ids, completion_mask, sampler_logprobs):
-    """Return prompts and the results of generate as a batch, in the form that the scripts use."""
-    batch = {"prompt_ids": prompt_ids, "prompt_mask": prompt_mask, "completion_ids": completion_ids}
-    return batch | {"completion_mask": completion_mask, "sampler_logprobs": sampler_logprobs}
+def make_batch(prompts, completions, device):
+    """Return prompts and what generate returned as a batch, in the form that the scripts use."""
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+
+    ids, masks, logprobs, lengths = [], [], [], []
+    for prompt, (tokens, token_logprobs) in zip(prompts, completions):
+        ids.append(torch.tensor(prompt + tokens))
+        masks.append(torch.tensor([0] * len(prompt) + [1] * len(tokens)))
+        logprobs.append(torch.tensor([0.0] * len(prompt) + token_logprobs))
+        lengths.append(len(ids[-1]))
+    batch = {"ids": ids, "completion_mask": masks, "sampler_logprobs": logprobs}
+    batch = {name: pad_sequence(rows, batch_first=True) for name, rows in batch.items()}  # (B, L)
+    return {name: rows.to(device) for name, rows in (batch | {"total_lengths": torch.tensor(lengths)}).items()}
+
+
+def of_completions(values, prompts, tokens):
+    """Return the values (B, L) of completions that all have this many tokens: (B, tokens)."""
+    import torch
+
+    return torch.stack([row[len(prompt) : len(prompt) + tokens] for row, prompt in zip(values, prompts)])
 
 
 def gpu_gb():
@@ -595,14 +591,6 @@ def gpu_gb():
 def load_memory():
     sys.path.insert(0, str(ROOT / "tools"))
     return importlib.import_module("memory")
-
-
-def free(device):
-    import torch
-
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 # ---- the processes and the file

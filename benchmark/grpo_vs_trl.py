@@ -215,7 +215,7 @@ def run_ours(job):
                 "reward_mean": line["reward/mean"],
             }
         )
-    return steps, peak_gib(), run_dir / "checkpoint"
+    return steps, peak_gib(), run_dir / f"checkpoint-{1 + job['steps']:06d}"
 
 
 def run_trl(job):
@@ -229,14 +229,10 @@ def run_trl(job):
     tokenizer = transformers.AutoTokenizer.from_pretrained(job["model"])
     rows = load_dataset("json", data_files=str(Path(job["dataset"], "train.jsonl")), split="train")
     # The prompts are text with the chat template already applied, which saves TRL this work in its rollout.
-    texts = []
-    for prompt in rows["prompt"]:
-        messages = grpo.as_messages(prompt, "user")
-        if settings.get("system_prompt"):
-            messages.insert(0, {"role": "system", "content": settings["system_prompt"]})
-        ids = grpo.encode_prompt(tokenizer, messages, None)
-        texts.append(tokenizer.decode(ids) if tokenizer.chat_template else prompt)
-        assert tokenizer(texts[-1])["input_ids"] == ids and len(ids) <= settings["max_prompt_length"]
+    texts, own = [], {"max_prompt_length": settings["max_prompt_length"], "dataset": job["dataset"]}
+    for row in grpo.read_rows(rows, grpo.Args(system_prompt=settings.get("system_prompt", ""), **own), tokenizer):
+        texts.append(tokenizer.decode(row["prompt_ids"]) if tokenizer.chat_template else row["prompt"])
+        assert tokenizer(texts[-1])["input_ids"] == row["prompt_ids"]
     rows = rows.remove_columns("prompt").add_column("prompt", texts)
     # The prompts have grpo.py's order, so that the rewards of a step differ only by sampling.
     rows = rows.select(grpo.pick_rows(range(len(rows)), 0, len(rows), job["seed"]))

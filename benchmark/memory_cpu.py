@@ -25,7 +25,7 @@ COMMON = {"prompts_per_step": 4, "minibatch_size": 16, "eval_prompts": 0, "micro
 COMMON |= {"max_prompt_length": 160, "max_completion_length": 64}
 ROWS = [
     {"precision": precision} | row
-    for row in ({"microbatch_tokens": 1024}, {}, {"gradient_checkpointing": True}, {"lora_rank": 8})
+    for row in ({"microbatch_tokens": 1024}, {}, {"gradient_checkpointing": True})
     for precision in ("bfloat16", "float32")
 ]
 

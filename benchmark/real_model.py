@@ -12,6 +12,9 @@ folder runs/real_model/NAME_SEED. An interrupted run is resumed, and its minutes
 The csv has a row for every step that was logged. A trained model that is evaluated on other data has a row with the
 name of these data in the column "look". Every run has a row "whole" with its minutes and GiB. Some completions of each
 evaluation are in real_model_samples.jsonl, or beside a csv of your own. Only the csv in benchmark/results makes pages.
+
+Scripts that save checkpoint-STEP log neither completions of evaluations nor pass@1. New runs of these lack completions
+and the columns eval/pass@1, eval/pass@4, right, recall and equations/..., which some tables of the pages need.
 """
 
 import csv
@@ -151,13 +154,27 @@ def folder_of(name, seed):
     return FOLDER / f"{name}_{seed}"
 
 
+def checkpoint_of(name, seed):
+    """Return the folder of the model that a run trains; for most scripts, its name has the last step."""
+    run = RUNS[name]
+    if run.script.split()[-1] in ("sft", "dpo", "reward_model", "grpo_tools", "ppo_rlhf", "gkd"):
+        return folder_of(name, seed) / "checkpoint"
+    steps = re.search(r"--num-steps (\d+)", run.flags)
+    return folder_of(name, seed) / f"checkpoint-{int(steps[1]) if steps else 20:06d}"
+
+
+def saves_of(folder):
+    """Return what a run could be resumed from."""
+    return [*folder.glob("checkpoint-*/state"), *folder.glob("state/[0-9]*")]
+
+
 def command_of(name, seed, look=""):
     """Return a command as a list: of a run, of an evaluation of its checkpoint, or of the sampling of its data."""
     run = RUNS[name]
     target = folder_of(f"{name}_on_{look}".replace(", ", "_") if look else name, seed)
     target = ["--seed", seed, "--run-dir", target]
-    model = folder_of(run.base, seed) / "checkpoint" if run.base else MODEL
-    checkpoint = folder_of(name, seed) / "checkpoint"
+    model = checkpoint_of(run.base, seed) if run.base else MODEL
+    checkpoint = checkpoint_of(name, seed)
     own = run.script if " " in run.script else f"{run.script}.py"
     if look == "16 samples":
         return ["python", "benchmark/real_model.py", "--pass-at", str(checkpoint), "--seeds", str(seed)]
@@ -174,8 +191,8 @@ def command_of(name, seed, look=""):
     else:
         flags = [*own.split(), "--model", model, *run.flags.split()]
         flags += ["--dataset", data_of(name, seed)] if run.sampled else []
-        flags += ["--reward-model", folder_of(run.reward_model, seed) / "checkpoint"] if run.reward_model else []
-        flags += ["--teacher", folder_of(run.teacher, 1) / "checkpoint"] if run.teacher else []
+        flags += ["--reward-model", checkpoint_of(run.reward_model, seed)] if run.reward_model else []
+        flags += ["--teacher", checkpoint_of(run.teacher, 1)] if run.teacher else []
         if not own.startswith("examples/"):  # these have such settings of their own
             settings = vars(importlib.import_module(run.script).Args())
             for name, value in SMALL.items():
@@ -192,7 +209,7 @@ def data_of(name, seed):
 def execute(command, threads):
     """Run a command to its end; return its minutes and its maximum of memory in GiB."""
     folder, begun = Path(command[-1]), time.time()
-    if [*folder.glob("state/[0-9]*")]:
+    if saves_of(folder):
         first_flag = next(i for i, word in enumerate(command) if word.startswith("--"))
         command = [*command[:first_flag], "--resume", str(folder)]
     elif folder.exists():
@@ -284,12 +301,10 @@ def mark_right(rows, lines):
 
 def count_completions(rows, args):
     """Add to the rows of steps how many completions each sampled, of dapo.py with those that it discards."""
-    before = 0
     for row in rows:
         if "reward/mean" in row:
-            consumed = row.get("rollout/prompts_consumed", before + args["prompts_per_step"])
-            row["rollout/completions"] = (consumed - before) * args.get("group_size", 1)
-            before = consumed
+            prompts = args["prompts_per_step"] * row.get("rollout/rounds", 1)
+            row["rollout/completions"] = prompts * args.get("group_size", 1)
 
 
 def count_equations(lines):
@@ -300,9 +315,11 @@ def count_equations(lines):
         with suppress(ValueError, ZeroDivisionError):
             a, b, c = float(a), float(b), float(c)
             true += abs({"+": a + b, "-": a - b, "*": a * b, "/": a / b if b else math.inf}[operation] - c) < 1e-3
+    if not operations:
+        return {}
     names = {"+": "sums", "-": "differences", "*": "products", "/": "quotients"}
     shares = {f"equations/{name}": operations[sign] / operations.total() for sign, name in names.items()}
-    return {"equations/true": true / operations.total()} | shares if operations else {}
+    return {"equations/true": true / operations.total()} | shares
 
 
 def looks_of(rows):
@@ -323,10 +340,10 @@ def pass_at(checkpoint, seed, num_prompts=100, num_samples=16):
     )
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     _, prompts = grpo.load_rows(args, tokenizer)
-    policy = grpo.prepare_model(grpo.LogprobModel(grpo.load_model(checkpoint, tokenizer)), args, device)
+    sampler = grpo.load_sampler(args, tokenizer, device)
     torch.manual_seed(seed)
     repeated = [prompt for prompt in prompts for _ in range(num_samples)]
-    _, texts = grpo.sample_completions(policy, tokenizer, repeated, 1.0, args)
+    _, texts = grpo.sample_completions(sampler, tokenizer, repeated, 1.0, args)
     rewards = grpo.score_completions(texts, repeated)
     right = [sum(rewards[i : i + num_samples]) for i in range(0, len(rewards), num_samples)]
     wrong = {
@@ -382,7 +399,8 @@ def make(jobs, together, results):
         rows, samples = one(name, seed, 2 // together, results)
         with lock:
             write(rows, samples, results)
-        shutil.rmtree(folder_of(name, seed) / "state", ignore_errors=True)  # 1.6 GB
+        for state in {save.parent if save.name.isdigit() else save for save in saves_of(folder_of(name, seed))}:
+            shutil.rmtree(state)  # 1.6 GB
         print(f"{datetime.now():%H:%M} {name} {seed}: done", flush=True)
 
     for name, seed in jobs:
@@ -395,6 +413,8 @@ def make(jobs, together, results):
 
 def over_seeds(values, before=None):
     """A mean with its lowest and highest value over seeds, after the mean of before."""
+    if not values:
+        return ""
     text = f"{mean(values):.3f}"
     lowest, highest = f"{min(values):.3f}", f"{max(values):.3f}"
     if lowest != highest:
@@ -709,7 +729,7 @@ def main(args):
     for name, seed in list(jobs):
         run = RUNS[name]
         own = {(run.base, seed), (run.reward_model, seed), (run.teacher, 1)}
-        jobs |= {(base, one) for base, one in own if base and not (folder_of(base, one) / "checkpoint").exists()}
+        jobs |= {(base, one) for base, one in own if base and not checkpoint_of(base, one).exists()}
     order = [*bases, *args.runs].index
     jobs = sorted(jobs, key=lambda job: (job[0] not in bases, job[1], order(job[0])))  # what others begin from first
     if args.show:

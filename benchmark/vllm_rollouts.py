@@ -53,17 +53,20 @@ def read_runs():
 
 def table():
     """Return the runs as a Markdown table."""
-    lines = ["|run|accuracy at steps 0, 20, 40|pass@1 at 40|`policy/sampler_kl`: median, largest|seconds of a "]
-    lines[0] += "rollout, of a step|"
+    runs = read_runs()
+    evaluated = [row["step"] for row in next(iter(runs.values())) if row["eval/accuracy"]]
+    lines = [f"|run|accuracy at steps {', '.join(evaluated)}|pass@1 at {evaluated[-1]}|"]
+    lines[0] += "`policy/sampler_kl`: median, largest|seconds of a rollout, of a step|"
     lines.append("|---|---|---|---|---|")
-    for name, rows in read_runs().items():
+    for name, rows in runs.items():
         accuracy = [f"{float(row['eval/accuracy']):.3f}" for row in rows if row["eval/accuracy"]]
         kl = [float(row["policy/sampler_kl"]) for row in rows if row["policy/sampler_kl"]]
         seconds = [
             statistics.median(float(row[column]) for row in rows[1:])
             for column in ("perf/rollout_seconds", "perf/step_seconds")
         ]
-        cells = [name, ", ".join(accuracy), f"{float(rows[-1]['eval/pass@1']):.3f}"]
+        pass_at_1 = rows[-1]["eval/pass@1"]  # empty in new runs, which no longer log it
+        cells = [name, ", ".join(accuracy), pass_at_1 and f"{float(pass_at_1):.3f}"]
         cells += [f"{statistics.median(kl):.0e}, {max(kl):.0e}", f"{seconds[0]:.2f}, {seconds[1]:.2f}"]
         lines.append(f"|{'|'.join(cells)}|")
     return "\n".join(lines)

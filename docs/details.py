@@ -22,7 +22,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
-from tiny import build_model  # noqa: E402
+from toy import build_model  # noqa: E402
 
 VOCAB_SIZE, STOP_ID, LONGEST, PROMPT = 4, 1, 6, [2, 3]
 OTHERS = [token for token in range(VOCAB_SIZE) if token != STOP_ID]

@@ -5,6 +5,7 @@ It writes anatomy.png, data_flow.png, family_map.png and compare.png to docs/pic
 
 import ast
 import io
+import re
 import sys
 from pathlib import Path
 
@@ -27,42 +28,40 @@ def table(text):
 # The parts of grpo.py in its order: title | names | note
 PARTS = table("""
     formula | docstring | the paper, a line per symbol, departures from the paper
-    imports | imports HERE RANK WORLD_SIZE
+    imports | imports RANK WORLD_SIZE HERE
     settings | Args TINY | every field is a flag; the paper's are the first group
     reward | is_correct reward_fn score_completions | edit any of them for your task
     advantages | compute_advantages | from rewards (B,) to advantages (B,)
-    loss | k3 policy_loss | the formula, on tensors (B, T)
-    gradients | accumulate_gradients | forward and backward passes over microbatches
+    loss | k3 policy_loss | the formula, on tensors (B, L)
     training loop | main | sample, score, update; the divisor of the loss
     the line | below
-    flags | parse_args lock_run init_ranks explain_error check_args multiplies_bfloat16 | and torchrun's ranks
-    data | load_rows load_splits read_folder read_file read_rows read_row find_column | rows of files or of the hub
-    answers | parse_gold parse_answer extract_answer read_braces | compared as numbers: 1/2 equals 0.5
-    chats | as_messages without_nulls encode_prompt | prompts through the chat template
-    model | load_model find_turn_end check_model show_first_row | weights, stop tokens
-    LoRA, precision | add_adapters find_blocks LoraLinear prepare_model use_bfloat16 in_bfloat16 cast add_rounding_noise
-    log-probabilities | LogprobModel token_logprobs head_logprobs without_adapters | of the tokens of completions
-    runs, resuming | init_moments open_run load_state all_reduce track_run catch_signals | and signals
-    logging | log_step append_line | metrics.jsonl
-    evaluation | evaluate mix_seed | reward, accuracy and pass@k of held-out prompts
-    sampling | sample_completions pad_left gathered generate prefill RoomyLayer append_token sample_tokens
-    rewards, metrics | sum_parts are_correct mean_metrics pick_rows stop_requested | and the order of rows
-    saving | save merge_adapters | checkpoint/, state/
-    update | compute_logprobs microbatches rollout_metrics step_optimizer check_sampler | around the loss
-    samples, end | log_group end_run | samples.jsonl, and what to do next""")
+    answers | extract_answer parse_answer | compared as numbers: 1/2 equals 0.5
+    flags | parse_args init_ranks check_args | and torchrun's ranks
+    data | load_rows read_rows | of files or of the hub, through the chat template
+    model | load_policy load_model find_turn_end | weights, stop tokens
+    precision, ranks | prepare add_rounding_noise | bfloat16, FSDP
+    log-probabilities | Policy head_logprobs | of the tokens of completions
+    runs, resuming | load_sampler open_run max_over_ranks | and the model that samples
+    logging | log_step | metrics.jsonl
+    evaluation | evaluate | reward and accuracy of held-out prompts
+    sampling | sample_completions generate prefill sample_tokens draw | token by token
+    rewards, metrics | sum_parts mean_metrics | means over microbatches and ranks
+    rollout | copy_weights pick_rows | the policy's weights to the sampler, and the order of rows
+    update | compute_logprobs microbatches select step_optimizer | around the loss
+    samples, saving | log_group save | samples.jsonl, checkpoint-STEP/""")
 # The data of a step: variables | shape | the function that makes the next | note
 FLOW = table("""
-    rows | {prompts_per_step} prompts, group_size {group_size} of each: B = {B} rows | pad_left | to P tokens
-    prompt_ids, prompt_mask | (B, P) = ({B}, at most {max_prompt_length}) | generate | token by token, at most T
-    completion_ids, completion_mask, sampler_logprobs | (B, T) = ({B}, {max_completion_length}) | tokenizer.decode |
+    rows | {prompts_per_step} prompts, group_size {group_size} of each: B = {B} rows | generate | token by token
+    completions | B pairs of lists: ids and log-probabilities | torch.tensor | prompt, completion, padding
+    ids, completion_mask, sampler_logprobs | (B, L) = ({B}, {L}) | tokenizer.decode | the completions
     texts | B texts | score_completions | with the answers in rows
     rewards | (B,) | compute_advantages | as (B/G, G) = ({prompts_per_step}, {group_size})
     advantages | (B,); batch has all tensors but rewards
     minibatches | {updates} × {minibatch_size} shuffled indices of completions | compute_logprobs | of policy and ref
-    old_logprobs, ref_logprobs | (B, T), before the first update | microbatches | ≤ {microbatch_tokens} tokens
-    part | b completions: (b, P), (b, T), (b,) | token_logprobs | of policy, with gradient
-    logprobs, entropies | (b, T) | policy_loss | with the other tensors of part
-    loss | sum over b completions; (loss / divisor).backward() | step_optimizer | after the last part
+    old_logprobs, ref_logprobs | (B, L), before the first update | microbatches | ≤ {microbatch_tokens} tokens
+    microbatch | b completions: (b, L), cut to the longest, and (b,) | policy | with gradient
+    logprobs, entropies | (b, L) | policy_loss | with its other tensors
+    loss | sum over b completions, / minibatch_size; backward() | step_optimizer | after the last microbatch
     policy | with new weights""")
 # script | title | what a row of its data has | the script that it starts from | what changes, as in side_by_side.md
 FAMILY = table("""
@@ -123,12 +122,12 @@ def anatomy():
 def loss_rows():
     """Return the lines of policy_loss of grpo.py and gspo.py: pairs of [(text, whether it differs)], or of None.
 
-    The docstrings, and what follows the loss (metrics), are left out.
+    The docstrings and metrics are left out.
     """
-    left, right = compare.read_script("grpo"), compare.read_script("gspo")
-    [section] = [found for found in compare.compare(left, right, {}) if found["names"] == ["policy_loss"] * 2]
+    left, right = read_loss("grpo"), read_loss("gspo")
     rows = []
-    for kind, i, j, *tokens in section["rows"]:
+    whole = [("policy_loss", 0, len(side["text"])) for side in (left, right)]
+    for kind, i, j, *tokens in compare.align(left, right, whole):
         if kind == "=":
             rows += [([(line, False)], [(line, False)]) for line in left["text"][i : i + tokens[0]]]
             continue
@@ -137,21 +136,33 @@ def loss_rows():
             if place is not None:
                 pair[side] = [(token[1], len(token) < 3 or token[2]) for token in found]
         rows.append(tuple(pair))
-    texts = ["".join(text for text, _ in row[0] or row[1]) for row in rows]
-    signature = texts.index("):") + 1
-    body = max(place for place, text in enumerate(texts) if text.endswith('"""')) + 1
-    return rows[:signature] + rows[body : texts.index("    num_tokens = mask.sum()")]
+    return rows
+
+
+def read_loss(script):
+    """Return the lines of policy_loss up to the loss, as texts and as tokens."""
+    text = definitions(script)["policy_loss"][2]
+    docstring = ast.parse(text).body[0].body[0]
+    kept = {"text": [], "lines": []}
+    for number, (line, tokens) in enumerate(zip(text.splitlines(), compare.read_tokens(text)), 1):
+        if not docstring.lineno <= number <= docstring.end_lineno and not re.search("metrics|num_tokens", line):
+            kept["text"].append(line)
+            kept["lines"].append(tokens)
+        if line.startswith("    loss = "):
+            return kept
 
 
 def flow():
     """FLOW with the settings of grpo.py and the bundled model."""
-    names, own = definitions("grpo"), {}
+    names = definitions("grpo")
     fields = ast.parse(names["Args"][2]).body[0].body
     sizes = {field.target.id: ast.unparse(field.value) for field in fields if isinstance(field, ast.AnnAssign)}
-    exec(names["TINY"][2], own)
-    sizes |= own["TINY"]
-    sizes["B"] = sizes["prompts_per_step"] * int(sizes["group_size"])
-    sizes["updates"] = sizes["B"] // sizes["minibatch_size"] * int(sizes["update_epochs"])
+    tiny = ast.parse(names["TINY"][2]).body[0].value.keywords
+    sizes |= {keyword.arg: ast.unparse(keyword.value) for keyword in tiny}
+    number = {name: int(value) for name, value in sizes.items() if value.isdecimal()}
+    sizes["B"] = number["prompts_per_step"] * number["group_size"]
+    sizes["L"] = number["max_prompt_length"] + number["max_completion_length"]
+    sizes["updates"] = sizes["B"] // number["minibatch_size"] * number["update_epochs"]
     return [[cell.format(**sizes) for cell in row] for row in FLOW]
 
 
@@ -184,7 +195,7 @@ class Picture:  # its unit is a pixel at a width of 900, and y points down
 def draw_anatomy():
     rows, above, below = anatomy()
     about = "lines, parts and names of functions; below the line, the parts follow the order of use"
-    height = 1194
+    height = 1072
     picture, y = Picture(height, "The anatomy of a script: grpo.py", about), 84
     middle = 24 + 852 * above / (above + below)
     picture.box(24, y, middle - 26, 34, ORANGE)
@@ -214,7 +225,7 @@ def draw_anatomy():
 def draw_flow():
     picture = Picture(690, "The data of one step of grpo.py", "brown: functions; sizes: those of the bundled model")
     frames = [(16, 154, 412, 312, "sample_completions"), (458, 257, 434, 350, "for indices in minibatches")]
-    for x, y, width, height, label in [*frames, (463, 293, 402, 276, "accumulate_gradients: for part")]:
+    for x, y, width, height, label in [*frames, (463, 293, 402, 276, "for microbatch in microbatches")]:
         picture.box(x, y, width, height, PALE)
         picture.text(x + width - 13, y + height / 2, label, rotation=90, ha="center", va="center", **CODE)
     picture.arrow((404, 641), (452, 641), (452, 121), (470, 121))

@@ -24,7 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tiny import build_model, pad_right, parse
+from toy import build_model, pad, parse
 
 import grpo
 
@@ -78,7 +78,8 @@ def complete(max_length, prefix=()):
 def enumerate_policy(max_length=3):
     """Return a random policy, its N completions, their probabilities, and the gradients of all log-probabilities."""
     model = build_model("llama", vocab_size=VOCAB_SIZE)
-    ids, mask = pad_right(list(complete(max_length)), max_length)  # (N, T)
+    completions = list(complete(max_length))
+    ids, mask = pad([[]] * len(completions), completions)  # (N, T)
     policy = SimpleNamespace(model=model, ids=ids, mask=mask, lengths=mask.sum(1, keepdim=True))
     policy.logprobs, policy.distributions = token_logprobs(policy, model)
     policy.probabilities = policy.logprobs.sum(1).exp()  # (N,), with graph
@@ -181,9 +182,9 @@ def edit_policy_loss(name):
 
 def train(runs=RUNS, path=RESULTS, **settings):
     """Train the runs and write their table, one line at the end of each run."""
-    head = "`python docs/kl.py --train`, seed 1. Accuracy and pass@1 are at the end, the others means over "
-    head += "the last five steps.\n\n| `--kl-coef` | KL term | greedy accuracy | pass@1 | `policy/ref_kl` "
-    head += "| nats per completion | length |\n|---|---|---|---|---|---|---|\n"
+    head = "`python docs/kl.py --train`, seed 1. Accuracy is at the end, the others are means over "
+    head += "the last five steps.\n\n| `--kl-coef` | KL term | greedy accuracy | `policy/ref_kl` "
+    head += "| nats per completion | length |\n|---|---|---|---|---|---|\n"
     path.write_text(head, encoding="utf-8")
     for kl_coef, name in runs:
         edit_policy_loss(name)
@@ -192,7 +193,7 @@ def train(runs=RUNS, path=RESULTS, **settings):
                 grpo.main(parse(grpo, kl_coef=kl_coef, run_dir=f"{folder}/run", **settings))
             lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
         kl, length = ([line[key] for line in lines[1:][-5:]] for key in ("policy/ref_kl", "rollout/length_mean"))
-        row = [f"{kl_coef:g}", name, f"{lines[-1]['eval/accuracy']:.3f}", f"{lines[-1]['eval/pass@1']:.3f}"]
+        row = [f"{kl_coef:g}", name, f"{lines[-1]['eval/accuracy']:.3f}"]
         row += [f"{statistics.mean(kl):.3g}", f"{statistics.mean(k * n for k, n in zip(kl, length)):.3g}"]
         row = f"| {' | '.join(row)} | {statistics.mean(length):.1f} |\n"
         print(row, end="", flush=True)

@@ -21,8 +21,9 @@ all tokens.
 
 Other architectures may work as well. `dpo.py` and `sft.py` compare their log-probabilities with the model's own at the
 start. The scripts that sample log `policy/sampler_kl`, the divergence between sampling and training: it should be
-[5e-3 or less](is_this_normal.md#sampler_kl-grows), and above 0.5 per token the run stops. Of some models that also read
-images (Qwen3.5), only the language model is trained and saved.
+[5e-3 or less](is_this_normal.md#sampler_kl-grows). The run stops if it is above 0.1 per token in the first step
+(`grpo_tools.py`, `gkd.py` and `ppo_rlhf.py`: above 0.5 in any step). Of some models that also read images (Qwen3.5),
+only the language model is trained and saved.
 
 Not supported: LoRA adapter folders (merge them into their model first), quantized checkpoints, models that transformers
 cannot load as a causal language model (Qwen2.5-VL), and a reward model whose tokenizer differs from the policy's.
@@ -36,7 +37,8 @@ Some models have limits:
 - `zamba` and `zamba2`, whose blocks share weights, train in float32 on one process only, and are not tested.
 - Layers that predict further tokens (`num_nextn_predict_layers`, `mtp_num_hidden_layers`) are neither trained nor
   saved. Set this number to 0 in the `config.json` of a checkpoint for programs that look for them.
-- `biogpt` and `ctrl` do not name their blocks, so they need `--precision float32`.
+- `biogpt` and `ctrl` do not name their blocks, so `--gradient-checkpointing` does nothing for them. The scripts that
+  have `--lora-rank` need `--precision float32` for them.
 - `--lora-rank` adds adapters only to linear layers. Fused expert weights and the layers of GPT-2 get none."""
 SCORED = """
 `reward_model.py` and the value and reward models of `ppo_rlhf.py` need a sequence classification class. transformers
@@ -45,7 +47,7 @@ REFUSAL = """
 ## Refused
 
 These models end in an error: sampling cannot use their cache, or their LM head or base model is not supported. With an
-unsupported head, scripts that sample stop only after the first step in which `policy/sampler_kl` exceeds 0.5, and say
+unsupported head, scripts that sample stop only after the first step, because `policy/sampler_kl` is too high, and say
 that sampling and training disagree.
 
 | error message contains | architectures |

@@ -98,7 +98,8 @@ def updates_per_rollout(script):
     module = importlib.import_module(script)
     real = vars(module.Args())
     found = []
-    for settings in (real | module.TINY, real):
+    tiny = module.TINY if isinstance(module.TINY, dict) else vars(module.TINY)
+    for settings in (real | tiny, real):
         completions = settings["prompts_per_step"] * settings.get("group_size", 1)
         minibatch_size = settings["minibatch_size"] if "minibatch_size" in real else completions
         found.append(completions // minibatch_size * settings.get("update_epochs", 1))

@@ -10,9 +10,9 @@ import textwrap
 from types import SimpleNamespace
 
 import pytest
-from helpers import train
-from test_rewards import DATA, box, each_case
-from tiny import ROOT, load_module, read_jsonl, write_jsonl
+from test_answers import DATA, box, each_case
+from tiny import load_module
+from toy import ROOT, read_jsonl, train
 
 import grpo
 
@@ -96,14 +96,14 @@ def test_started_as_a_program_it_replaces_the_rule_of_reward_and_accuracy(tmp_pa
     seen = []
 
     def main(_args):
-        seen.append((grpo.reward_fn(box("2x"), "x+x"), grpo.are_correct([box("2x")], [{"answer": "x+x"}]).tolist()))
+        seen.append((grpo.reward_fn(box("2x"), "x+x"), grpo.is_correct(box("2x"), "x+x")))
 
     monkeypatch.setattr(grpo, "main", main)
     monkeypatch.setattr(grpo, "parse_args", lambda: None)
     runpy.run_path(str(tmp_path / "my_math.py"), run_name="my_math")
     assert not seen and grpo.reward_fn(box("2x"), "x+x") == 0.0
     runpy.run_path(str(tmp_path / "my_math.py"), run_name="__main__")
-    assert seen == [(1.0, [True])]
+    assert seen == [(1.0, True)]
 
 
 def test_what_the_rule_accepts_is_what_the_page_says(tmp_path):
@@ -111,7 +111,7 @@ def test_what_the_rule_accepts_is_what_the_page_says(tmp_path):
     rule = rule_of(RULE, tmp_path)
     right, wrong = count(rule)
     assert right > 0 and wrong == 0
-    assert f"It accepts {right} of the 28 refused answers and none of the 76 wrong ones" in TEXT
+    assert f"It accepts {right} of the 29 refused answers and none of the 76 wrong ones" in TEXT
     assert rule(box("2i+1"), "1+2i") and rule(box("\\{1,2\\}"), "\\{2,1\\}") and not rule(box("\\sqrt3"), "\\sqrt{2}")
     assert rule(box("2x + 3x"), "5x") and "the rule accepts `2x + 3x`" in TEXT
 
@@ -121,11 +121,10 @@ def test_what_math_verify_accepts_alone_is_what_the_page_says(tmp_path):
     assert RULE.count(CONDITIONS) == 1
     rule = rule_of(RULE.replace(CONDITIONS, ""), tmp_path)
     right, wrong = count(rule)
-    assert f"Without the conditions it accepts {right} of the 28, but also {wrong} of the wrong ones" in TEXT
+    assert f"Asked about everything, math-verify accepts {right} of the 29, but also {wrong} of the wrong ones" in TEXT
     assert rule(box("17 * 3"), "51") and rule(box("5 = 6"), "6")
 
 
-@pytest.mark.usefixtures("alone")
 def test_the_reward_with_parts_is_logged_as_the_page_says(tmp_path, monkeypatch):
     [example] = re.findall(r"^(    def reward_fn\(.*\n(?:        .*\n)+)", PAGE, re.MULTILINE)
     assert example.count("\n") <= 5
@@ -134,9 +133,7 @@ def test_the_reward_with_parts_is_logged_as_the_page_says(tmp_path, monkeypatch)
     assert names["reward_fn"]("<think>1+1=2</think>" + box("2"), "2") == {"right": 1.0, "format": 0.1}
     assert names["reward_fn"]("so it is <think>", "2") == {"right": 0.0, "format": 0.0}
     monkeypatch.setattr(grpo, "reward_fn", names["reward_fn"])
-    dataset = write_jsonl(tmp_path / "rows.jsonl", read_jsonl(ROOT / "data" / "addition" / "train.jsonl")[:64])
-    sizes = {"num_steps": 1, "prompts_per_step": 2, "group_size": 4, "minibatch_size": 8, "eval_prompts": 4}
-    [before, line] = train(grpo, tmp_path / "run", dataset=dataset, **sizes)
+    [before, line] = train(grpo, tmp_path, num_steps=1, prompts_per_step=2, eval_prompts=4)
     found = re.findall("`((?:eval/)?reward/(?:right|format))`", PAGE)
     assert {"reward/right", "reward/format"} < {*found} < {*line} and len(found) == 4
     assert line["reward/mean"] == pytest.approx(line["reward/right"] + line["reward/format"])
@@ -145,11 +142,13 @@ def test_the_reward_with_parts_is_logged_as_the_page_says(tmp_path, monkeypatch)
     assert sample["rewards"] == [names["reward_fn"](text, sample["answer"]) for text in sample["completions"]]
 
 
-def test_a_folder_joins_the_datasets_of_its_subfolders():
-    train, held_out = grpo.load_splits(str(ROOT / "data" / "word_problems"), -1)
+def test_a_folder_joins_the_datasets_of_its_subfolders(monkeypatch):
+    monkeypatch.setattr(grpo, "read_rows", lambda rows, *_: [row | {"prompt_ids": row["prompt"]} for row in rows])
+    args = grpo.Args(dataset=str(ROOT / "data" / "word_problems"), eval_prompts=10_000)
+    train_rows, eval_rows = grpo.load_rows(args, SimpleNamespace(decode=str))
     found = [
         len(read_jsonl(path))
         for split in ("train", "test")
         for path in (ROOT / "data" / "word_problems").glob(f"*/{split}.jsonl")
     ]
-    assert len(found) == 4 and [len(train), len(held_out)] == [sum(found[:2]), sum(found[2:])]
+    assert len(found) == 4 and [len(train_rows), len(eval_rows)] == [sum(found[:2]), sum(found[2:])]

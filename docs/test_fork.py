@@ -15,18 +15,9 @@ import urllib.error
 import pytest
 import torch
 from sync_copies import MARKER, split
-from tiny import (
-    ROOT,
-    add_pairs,
-    build_model,
-    load_module,
-    make_args,
-    make_batch,
-    parse,
-    read_jsonl,
-    record,
-    relative_error,
-)
+from tiny import load_module, record
+from toy import ROOT, TINY, build_model, gradient_of, pad, parse, read_jsonl, relative_error
+from transformers import AutoModelForCausalLM
 
 import cispo
 import dapo
@@ -40,22 +31,23 @@ DIFFS = dict(re.findall(r"^```diff\n--- (\w+)\.py\n(.*?)^```", PAGE, re.DOTALL |
 [TEST, OVER_LENGTHS] = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 JUDGE = ROOT / "examples" / "http_judge.py"
 # The edits of grpo.py that the section on the entropy bonus describes: {old text: new text}.
-BONUS = "".join(re.findall(r"^    ((?:entropy|loss) = .*\n)", PAGE, re.MULTILINE)).replace("0.01", "args.entropy_coef")
+BONUS = "".join(re.search(r"^    (entropy = .*\n)    (loss = .*\n)", PAGE, re.MULTILINE).groups())
+BONUS = BONUS.replace("0.01", "args.entropy_coef")
 NO_GRAD = """\
-        with torch.no_grad():  # entropies are only logged; an entropy bonus would need their gradient
-            entropies = -(logprobs.exp() * logprobs).sum(-1)
+    with torch.no_grad():  # entropies are only logged
+        entropies = -(logprobs.exp() * logprobs).sum(-1)
 """
-ATTACHED = "        entropies = -(logprobs.exp() * logprobs).sum(-1)\n"
+ATTACHED = "    entropies = -(logprobs.exp() * logprobs).sum(-1)\n"
 LEFT_OUT = """\
-        if ref is None:  # completions of advantage 0 have no gradient: leave them out, also of the update's metrics
+        if ref is None:  # without a KL term, completions of advantage 0 have no gradient: leave them out
             minibatches = [indices[batch["advantages"][indices] != 0] for indices in minibatches]
 """
-BACKWARD = "        (loss / divisor).backward()\n"
+DIVISION = "                loss = loss / rank_minibatch_size"
 ENTROPY_BONUS = {
     NO_GRAD: ATTACHED,
     LEFT_OUT: "",
-    BACKWARD: re.sub("(?m)^", "        ", BONUS.strip("\n")) + "\n" + BACKWARD,
-    '(entropies.sum(), part["completion_mask"].sum())': '(entropies.detach().sum(), part["completion_mask"].sum())',
+    DIVISION: re.sub("(?m)^", " " * 16, BONUS.strip("\n")) + "\n" + DIVISION,
+    "(entropies.sum(), mask.sum())": "(entropies.detach().sum(), mask.sum())",
     "    sampler_weight_cap: float": '    entropy_coef: float = 0.01\n    """weight"""\n    sampler_weight_cap: float',
 }
 COPY = "    cp grpo.py {0}.py\n    sed -n '/^--- {0}.py/,/^```$/p' docs/fork.md | git apply -p0\n"
@@ -73,7 +65,7 @@ WRONG = {  # {mistake in the loss of cispo.py: (old text, new text)}
 }
 
 
-ROW = r"^\| `(compute_advantages|policy_loss|token_logprobs|generate)` \| (.*) \|$"
+ROW = r"^\| `(compute_advantages|policy_loss|Policy|generate)` \| (.*) \|$"
 NEEDS = {name: re.findall("`(.*?)`", needs) for name, needs in re.findall(ROW, PAGE, re.MULTILINE)}
 
 
@@ -93,14 +85,16 @@ def pasted(name):
 def test_functions_work_where_they_are_pasted():
     """Log-probabilities are computed in more than one chunk."""
     assert pasted("compute_advantages")(*TWO_GROUPS).tolist() == grpo.compute_advantages(*TWO_GROUPS).tolist()
-    generate, token_logprobs, policy_loss = map(pasted, ("generate", "token_logprobs", "policy_loss"))
+    generate, policy_class, policy_loss = map(pasted, ("generate", "Policy", "policy_loss"))
     model = build_model("llama", vocab_size=2**16, dtype=torch.float32)
-    token_logprobs.__globals__["LOGITS_AT_ONCE"] = 2**20
-    prompt = torch.tensor([[3, 4], [0, 5]]), torch.tensor([[1, 1], [0, 1]])
+    policy_class.forward.__globals__["LOGITS_AT_ONCE"] = 2**20
+    prompts = [[3, 4], [5]]
     torch.manual_seed(1)
-    ids, mask, sampler_logprobs = generate(model, *prompt, 12, 1.0, [7])
-    logprobs, _ = token_logprobs(model, *prompt, ids, mask, 1.0)
+    completions, sampler_logprobs = zip(*generate(model, prompts, 12, 1.0, [7]))
+    ids, mask = pad(prompts, completions)
+    logprobs, _ = policy_class(model, "float32")(ids, mask, 1.0)
     assert mask.sum() == 24 > 2**20 // 2**16
+    sampler_logprobs = torch.zeros_like(logprobs).masked_scatter(mask.bool(), torch.tensor(sum(sampler_logprobs, [])))
     torch.testing.assert_close(logprobs, sampler_logprobs, rtol=1e-4, atol=1e-4)
     loss, _ = policy_loss(logprobs, logprobs, sampler_logprobs, None, torch.ones(2), mask, 0.2, 0.0, 2.0)
     loss.backward()
@@ -134,15 +128,16 @@ def forks(folder):
 
 
 def train(fork, folder, **settings):
-    """Train for two steps of two minibatches; return metrics, samples, and the divisors."""
+    """Train for two steps of two minibatches; return metrics and samples."""
     with pytest.MonkeyPatch.context() as patch:
-        calls = record(patch, fork, "accumulate_gradients")
+        updates = record(patch, fork, "step_optimizer")
         fork.main(parse(fork, run_dir=folder, num_steps=2, eval_prompts=8, seed=3, **SIZES | settings))
     lines, samples = read_jsonl(folder / "metrics.jsonl"), read_jsonl(folder / "samples.jsonl")
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert all(math.isfinite(value) for line in lines for value in line.values())
     assert all(line["optim/grad_norm"] > 0 and line["policy/approx_kl"] > 0 for line in lines[1:])
-    return lines, samples, [given[3] for given, _ in calls]
+    assert len(updates) == 4
+    return lines, samples
 
 
 def failures(fork, text=TEST):
@@ -168,10 +163,10 @@ def test_the_length_penalty_is_one_line_above_the_line(folder):
 
 
 def test_the_length_penalty_is_what_the_page_says(forks, tmp_path):
-    lines, samples, divisors = train(forks["my_short"], tmp_path / "run")
+    lines, samples = train(forks["my_short"], tmp_path / "run")
     found = {(text, reward) for line in samples for text, reward in zip(line["completions"], line["rewards"])}
     right = [(text, reward) for text, reward in found if reward]
-    assert right and len(right) < len(found) and divisors == [8] * 4
+    assert right and len(right) < len(found)
     assert [reward for _, reward in right] == pytest.approx([0.5 ** (len(text) / 1000) for text, _ in right])
     assert lines[0]["eval/reward"] < lines[0]["eval/accuracy"]  # accuracy counts is_correct
 
@@ -320,7 +315,7 @@ def test_a_rollout_waits_for_its_slowest_reply_only_and_logs_the_parts(judge, se
     settings |= {"prompts_per_step": 16, "minibatch_size": 32}
     grpo.main(parse(grpo, run_dir=tmp_path / "run", **settings))
     assert len(server.asked) == 2 * 64
-    for number, line in enumerate(read_jsonl(tmp_path / "run" / "metrics.jsonl")):
+    for number, line in enumerate(read_jsonl(tmp_path / "run" / "metrics.jsonl")[1:]):
         texts = [asked[-1] for asked in server.asked[64 * number : 64 * (number + 1)]]
         for name, weight in (("right", 0.08), ("clear", 0.02)):
             mean = sum(grades_of(text)[name] for text in texts) / 64
@@ -339,13 +334,14 @@ def test_a_judge_that_goes_down_ends_the_run_and_resumed_it_ends_as_if_nothing_h
     server.answers_left = 16  # the first rollout
     with pytest.raises(urllib.error.HTTPError, match="503"):
         grpo.main(parse(grpo, run_dir=tmp_path / "cut", **settings))
+    grpo.dist.destroy_process_group()  # as the end of the process does
     cut = read_jsonl(tmp_path / "cut" / "metrics.jsonl")
-    assert [line["step"] for line in cut] == [1]
+    assert [line["step"] for line in cut] == [0, 1]
     server.answers_left = math.inf
     grpo.main(parse(grpo, resume=tmp_path / "cut"))
     runs = [read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("whole", "cut")]
     whole, cut = ([{k: v for k, v in line.items() if k[:5] != "perf/"} for line in lines] for lines in runs)
-    assert whole == cut and len(cut) == 2 and cut[1]["reward/mean"] > 0
+    assert whole == cut and len(cut) == 3 and cut[2]["reward/mean"] > 0
 
 
 # ---- the entropy bonus, and the test to copy
@@ -368,35 +364,47 @@ def test_the_second_test_for_losses_that_divide_by_lengths():
         assert failures(script, TEST + OVER_LENGTHS)[1][-1] == tests[2]
 
 
-@pytest.mark.usefixtures("alone")
-def test_entropies_have_the_gradient_of_plain_logits_in_the_fork_and_none_in_grpo(forks, folder, tmp_path):
+def first_update(fork, folder, patch):
+    """Make a step of one update, in which only the bonus has a gradient; return that gradient, and the batch."""
+    gradients, step_optimizer = [], fork.step_optimizer
+
+    def recorded(policy, *rest):
+        gradients.append(torch.cat([weight.grad.flatten() for weight in policy.parameters()]))
+        return step_optimizer(policy, *rest)
+
+    patch.setattr(fork, "step_optimizer", recorded)
+    patch.setattr(fork, "reward_fn", lambda *_: 0.0)
+    calls = record(patch, fork, "microbatches")
+    settings = SIZES | {"minibatch_size": 16, "kl_coef": 0.0, "temperature": 0.7, "entropy_coef": 0.3}
+    fork.main(parse(fork, run_dir=folder, num_steps=1, eval_prompts=0, seed=3, microbatch_tokens=200, **settings))
+    [gradient] = gradients
+    return gradient, calls[0][0][0]
+
+
+def test_entropies_have_the_gradient_of_plain_logits_in_the_fork_and_none_in_grpo(forks, folder, tmp_path, monkeypatch):
     """With advantages of 0 and without a KL term, only the bonus is left."""
-    fork, model = forks["my_entropy"], build_model("llama")
-    batch = make_batch(model)
-    batch["advantages"], rows = torch.zeros_like(batch["advantages"]), torch.arange(8)
-    inputs = [batch[key] for key in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")]
-    assert not grpo.token_logprobs(model, *inputs, 0.7)[1].requires_grad
-    mean_entropies = []
-    for prompt_ids, prompt_mask, completion_ids, completion_mask in zip(*inputs):
-        ids = torch.cat([prompt_ids[prompt_mask == 1], completion_ids[completion_mask == 1]]).unsqueeze(0)
-        distributions = (model(ids).logits[0, prompt_mask.sum() - 1 : -1] / 0.7).log_softmax(-1)
+    gradient, batch = first_update(forks["my_entropy"], tmp_path / "bonus", monkeypatch)
+    model, mean_entropies = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32), []
+    for ids, mask in zip(batch["ids"], batch["completion_mask"]):
+        places = mask.nonzero().squeeze(1)
+        distributions = (model(ids[: places[-1]].unsqueeze(0)).logits[0, places - 1] / 0.7).log_softmax(-1)
         mean_entropies.append(-(distributions.exp() * distributions).sum(1).mean())
-    exact = torch.autograd.grad(sum(mean_entropies) / 8, list(model.parameters()))
-    args = make_args(fork, kl_coef=0.0, microbatch_tokens=20, entropy_coef=0.3)
-    collected = fork.accumulate_gradients(fork.LogprobModel(model), batch, rows, 8, args)
-    gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-    assert relative_error(-gradient, 0.3 * torch.cat([part.flatten() for part in exact])) < 1e-9
+    assert len(mean_entropies) == 16
+    exact = gradient_of(model, sum(mean_entropies) / 16)
+    assert relative_error(-gradient, 0.3 * exact) < 1e-4
     # Without the edit below the line, nothing fails, but the bonus has no effect.
     source = (folder / "my_entropy.py").read_text(encoding="utf-8")
     assert source.count(ATTACHED) == 1
-    (tmp_path / "detached.py").write_text(source.replace(ATTACHED, NO_GRAD), encoding="utf-8")
-    model.zero_grad()
-    detached = load_module(tmp_path / "detached.py")
-    detached.accumulate_gradients(detached.LogprobModel(model), batch, rows, 8, args)
-    assert not any(parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None)
-    values = [torch.as_tensor(value) for metrics in collected for pair in metrics.values() for value in pair]
-    assert add_pairs(collected)["policy/entropy"][0] > 0 and not any(value.requires_grad for value in values)
-    train(fork, tmp_path / "run")
+    (folder / "detached.py").write_text(source.replace(ATTACHED, NO_GRAD), encoding="utf-8")
+    gradient, _ = first_update(load_module(folder / "detached.py"), tmp_path / "detached", monkeypatch)
+    assert not gradient.any()
+    policy = grpo.Policy(model, "float32")
+    assert not policy(batch["ids"], batch["completion_mask"], 0.7)[1].requires_grad
+
+
+def test_the_entropy_bonus_trains(forks, tmp_path):
+    lines, _ = train(forks["my_entropy"], tmp_path / "run")
+    assert all(line["policy/entropy"] > 0 for line in lines[1:])
 
 
 @pytest.mark.parametrize("mistake", WRONG)

@@ -12,10 +12,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import TEMPERATURE, WITHOUT_KL, enumerate_rows, gradient_of, policy_loss, read_oracle, tensor
+from helpers import read_oracle, tensor
 from processes import run_on_ranks
 from sync_copies import MARKER
-from tiny import ROOT, add_pairs, load_module, parse, read_jsonl, record, relative_error, write_jsonl
+from tiny import load_module, record
+from toy import (
+    LOSS,
+    ROOT,
+    add_pairs,
+    build_model,
+    call,
+    gradient_of,
+    pad,
+    parse,
+    read_jsonl,
+    relative_error,
+    write_jsonl,
+)
 
 import dpo
 import grpo
@@ -31,9 +44,22 @@ ONE_LINE = {  # {one-line fork: (old text in grpo.py, new text)}
 each_fork = pytest.mark.parametrize("name", SCRIPTS)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def rows():
-    return enumerate_rows()
+    """Every completion of two prompts, of up to three of five tokens of which 1 ends it; probabilities have a graph."""
+    model = build_model("llama", vocab_size=5)
+    completions = [list(tokens) for length in (1, 2, 3) for tokens in itertools.product(range(5), repeat=length)]
+    completions = [ids for ids in completions if 1 not in ids[:-1] and (ids[-1] == 1 or len(ids) == 3)]
+    ids, mask = pad(*zip(*itertools.product([[2, 3], [4, 1, 0, 2]], completions)))
+    logprobs = model(ids).logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
+    logprobs = torch.nn.functional.pad(logprobs, (1, 0)) * mask  # (R, L)
+    probabilities = logprobs.sum(1).exp()
+    assert probabilities.sum().item() == pytest.approx(2)
+    rewards = ((ids.sum(1) + mask.sum(1)) % 3).double()
+    means = (probabilities.detach() * rewards).view(2, -1).sum(1)
+    advantages = rewards - means.repeat_interleave(len(completions))
+    names = ("model", "mask", "logprobs", "probabilities", "rewards", "advantages", "lengths")
+    return dict(zip(names, (model, mask, logprobs, probabilities, rewards, advantages, mask.sum(1)), strict=True))
 
 
 @pytest.fixture
@@ -69,7 +95,7 @@ def forks(folder):
 def loss_of(fork, logprobs, old_logprobs, advantages, mask, **settings):
     """Return a fork's policy_loss without a reference, and its metrics as pairs of floats."""
     inputs = {"logprobs": logprobs, "old_logprobs": old_logprobs, "advantages": advantages, "completion_mask": mask}
-    loss, metrics = policy_loss(fork, inputs | WITHOUT_KL, **settings)
+    loss, metrics = call(fork.policy_loss, LOSS | {"sampler_logprobs": old_logprobs} | inputs | settings)
     return loss, add_pairs([metrics])
 
 
@@ -89,7 +115,7 @@ def check_maxrl(fork, model, rows):
     mean = [(chances * own)[:, groups[:, 0] == kind].sum(1).repeat_interleave(len(right) // 2) for kind in (0, 1)]
     # The loss is linear in advantages. Multiply by the lengths, because it is a mean over each completion.
     advantages = torch.where(right, mean[1], mean[0]) * rows["probabilities"].detach() * rows["lengths"]
-    logprobs, _ = fork.token_logprobs(model, *rows["inputs"], TEMPERATURE)
+    logprobs = rows["logprobs"]
     loss, _ = loss_of(fork, logprobs, logprobs.detach(), advantages, rows["mask"])
     assert relative_error(gradient_of(model, loss), -exact) < 1e-9
 
@@ -107,7 +133,7 @@ def check_dppo(fork, model, rows):
     torch.testing.assert_close(logprobs.grad, expected, rtol=1e-12, atol=1e-15)
     assert [metrics[f"policy/clip_fraction_{side}"] for side in ("low", "high")] == [(1, 6), (1, 6)]
     # If nothing has moved, it is the gradient of the expected reward, divided by each completion's length.
-    logprobs, _ = fork.token_logprobs(model, *rows["inputs"], TEMPERATURE)
+    logprobs = rows["logprobs"]
     advantages = rows["advantages"] * rows["probabilities"].detach()
     loss, _ = loss_of(fork, logprobs, logprobs.detach(), advantages, rows["mask"], clip_eps=0.15)
     exact = gradient_of(model, (rows["probabilities"] * rows["advantages"] / rows["lengths"]).sum())
@@ -178,8 +204,8 @@ def check_simpo(fork, *_):
 
 
 CHECKS = {name: globals()[f"check_{name}"] for name in SCRIPTS}
-GROUP_STD, WHITEN = "groups.std(1, keepdim=True)", "return advantages / (math.sqrt(squares / (count - 1)) + 1e-4)"
-MOVED = "advantages.sign() * moved"
+GROUP_STD, WHITEN = "groups.std(1, keepdim=True)", "advantages / (mean_metrics("
+MOVED, PARTS = "advantages.sign() * moved", "scores], dtype=torch.float64)"
 WRONG = {  # {fork: {mistake in its loss: (old text, new text)}}
     "maxrl": {
         "over the deviation": ("mean.clamp(min=1e-4)", "groups.std(1, keepdim=True)"),
@@ -201,12 +227,12 @@ WRONG = {  # {fork: {mistake in its loss: (old text, new text)}}
         "the wrong sign": ("-ratio * advantages", "ratio * advantages"),
     },
     "gdpo": {
-        "the parts are added up first": ("dtype=float).to_numpy()", "dtype=float).sum(axis=1).to_frame().to_numpy()"),
+        "the parts are added up first": (PARTS, f"{PARTS}.sum(1, keepdim=True)"),
         "the first part alone": (".sum(2)", "[:, :, 0]"),
         "the std of all groups": (GROUP_STD, "groups.std((0, 1), keepdim=True)"),
         "not divided by the group's std": (f"({GROUP_STD} + 1e-4)", "1"),
-        "not divided by the batch's std": (WHITEN, "return advantages"),
-        "the batch's std with divisor B": ("(count - 1)", "count"),
+        "not divided by the batch's std": (WHITEN, "advantages  # ("),
+        "the batch's std with divisor B": ("len(scores) - 1 / WORLD_SIZE", "len(scores)"),
         "the batch's mean is subtracted": (WHITEN, WHITEN.replace("advantages", "(advantages - advantages.mean())")),
         "rounding": ("torch.where(equal, 0.0, advantages)", "advantages"),
         "the wrong sign": ("centred = groups -", "centred = -groups +"),
@@ -285,15 +311,16 @@ def test_gdpo_trains_on_parts_and_leaves_out_completions_of_advantage_0(forks, t
         return [{"right": fork.is_correct(text, row["answer"]), "even": len(text) % 2 == 0} for text, row in pairs]
 
     monkeypatch.setattr(fork, "score_completions", score_completions)
-    names = "compute_advantages", "accumulate_gradients"
-    lines, calls, updates = train(fork, tmp_path / "run", *names, kl_coef=0.0, **ONLINE)
+    names = "compute_advantages", "microbatches"
+    lines, calls, passes = train(fork, tmp_path / "run", *names, kl_coef=0.0, **ONLINE)
     for ((scores, group_size), advantages), line in zip(calls, lines[1:], strict=True):
         assert group_size == 4 and advantages.any()
         for part in ("right", "even"):
             assert line[f"reward/{part}"] == statistics.mean(score[part] for score in scores)
-    for (_, advantages), pair in zip(calls, zip(updates[::2], updates[1::2]), strict=True):
-        assert all(torch.equal(given[1]["advantages"], advantages.float()) for given, _ in pair)
-        used = torch.cat([given[2] for given, _ in pair]).sort().values
+    updates = passes[2:4], passes[6:8]  # each after the passes for the old log-probabilities
+    for (_, advantages), pair in zip(calls, updates, strict=True):
+        assert all(torch.equal(given[0]["advantages"], advantages.float()) for given, _ in pair)
+        used = torch.cat([given[1] for given, _ in pair]).sort().values
         assert torch.equal(used, advantages.nonzero().flatten()) and len(used) < len(advantages)
 
 

@@ -6,8 +6,8 @@ It takes the flags of grpo.py. The answer of a row is a JSON list of [call, valu
 
     {"prompt": "Write add(a, b) in Python.", "answer": "[[\"add(2, 3)\", 5], [\"add('a', 'b')\", \"ab\"]]"}
 
-A row with any other answer is refused. Values are compared as JSON: 5, 5.0, "5" and true are all different, and a tuple
-equals a list. For a value that JSON lacks, use a call such as repr(f(3)).
+Data with any other answer are refused. Values are compared as JSON: 5, 5.0, "5" and true are all different, and a
+tuple equals a list. For a value that JSON lacks, use a call such as repr(f(3)).
 
 Each program runs in a sandboxed process of its own (code_sandbox.py). It gets only the calls; the parent process keeps
 the values. Its limits are 5 seconds, 512 MB of memory, 16 MB of files (in memory), 1 MB of output and one thread. It
@@ -64,16 +64,17 @@ def run(program, calls):
     return values
 
 
-def read_row(read, row, args, tokenizer):
-    """Read a row as grpo.py does, and refuse it if its answer is not a list of tests."""
-    prompt, reason = read(row, args, tokenizer)
-    if not reason:
+def read_rows(read, rows, args, tokenizer):
+    """Read rows as grpo.py does, and exit if an answer is not a list of tests."""
+    kept = read(rows, args, tokenizer)
+    for row in kept:
         try:
-            calls, _ = zip(*json.loads(prompt["answer"]), strict=True)
+            calls, _ = zip(*json.loads(row["answer"]), strict=True)
             all(compile(call.strip(), "call", "eval") for call in calls)
         except Exception:
-            raise ValueError("the answer is not a JSON list of pairs [call, value]") from None
-    return prompt, reason
+            reason = "the answer is not a JSON list of pairs [call, value]"
+            raise SystemExit(f"{args.dataset}: {reason}: {row['answer']!r:.300}") from None
+    return kept
 
 
 @lru_cache(2**13)
@@ -102,7 +103,6 @@ if __name__ == "__main__":
     run("", ["0"]) or sys.exit(f"an empty program did not end within {SECONDS} seconds")  # fail now, not in training
     import grpo
 
-    grpo.read_row = partial(read_row, grpo.read_row)
-    grpo.parse_gold = str  # a list of tests is not a final answer to parse
+    grpo.read_rows = partial(read_rows, grpo.read_rows)
     grpo.is_correct, grpo.reward_fn, grpo.score_completions = is_correct, reward_fn, score_completions
     grpo.main(grpo.parse_args())

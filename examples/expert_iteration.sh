@@ -33,7 +33,7 @@ run() {
     shift 2
     [ ! -e "$folder/done" ] || return 0
     echo "$folder"
-    if ls "$folder"/state/[0-9]* > /dev/null 2>&1; then
+    if [ -n "$(ls -d "$folder"/state/[0-9]* "$folder"/checkpoint-* 2> /dev/null)" ]; then
         python "$script" --resume "$folder" >> "$RUNS/log.txt"
     else
         rm -rf "$folder"
@@ -42,7 +42,7 @@ run() {
     touch "$folder/done"
 }
 
-evaluate() { # evaluate ROUND MODEL: measure greedy accuracy and pass@1
+evaluate() { # evaluate ROUND MODEL: measure greedy accuracy
     run "eval_$1" grpo.py --model "$2" $TINY --dataset "$DATASET" --eval-prompts "$EVAL_PROMPTS" $SAMPLE \
         --num-steps 0 --kl-coef 0 --seed "$seed"
 }
@@ -68,11 +68,10 @@ while [ "$round" -lt "$ROUNDS" ]; do
 done
 
 show() { # show LABEL METRICS: print a row of the table
-    found=$(echo "$2" | sed 's/.*"eval\/accuracy": \([^,]*\), "eval\/pass@1": \([^,]*\),.*/\1 \2/')
-    LC_ALL=C printf '%5s   %.3f   %.3f\n' "$1" $found
+    LC_ALL=C printf '%5s   %.3f\n' "$1" "$(echo "$2" | sed 's/.*"eval\/accuracy": \([^,}]*\).*/\1/')"
 }
 
-echo "round  sampled  kept  greedy  pass@1"
+echo "round  sampled  kept  greedy"
 for round in $(seq 0 "$ROUNDS"); do
     kept=$(cat "$RUNS/right_$round.jsonl" 2> /dev/null | wc -l)
     label=$(printf '%5d  %7d  %4d' "$round" "$((round * PROMPTS * SAMPLES))" "$kept")

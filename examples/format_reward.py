@@ -6,7 +6,7 @@
 
 It takes the flags of grpo.py. A right answer earns 0.8, and the format 0.2. A completion has the format if it is one
 thought between <think> and </think>, followed by something else. metrics.jsonl has the mean of each part, such as
-reward/format and eval/reward/format. eval/accuracy and pass@k only count is_correct.
+reward/format and eval/reward/format. eval/accuracy only counts is_correct.
 
 DeepSeek-AI, "DeepSeek-R1: Incentivizing Reasoning Capability in LLMs via Reinforcement Learning" (2025), section 2.2.2
 https://arxiv.org/abs/2501.12948v1. The paper starts from a base model and does not say how it weights the two rewards.

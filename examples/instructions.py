@@ -6,8 +6,7 @@ Lambert et al., "Tulu 3: Pushing Frontiers in Open Language Model Post-Training"
 https://arxiv.org/abs/2411.15124v1
 
 The data, data/constraints, has eight kinds of constraints; one of them is only in the held-out rows. The reward is 1 if
-the completion meets the constraint and does not just repeat the prompt, otherwise 0. Accuracy and pass@k count the
-same.
+the completion meets the constraint and does not just repeat the prompt, otherwise 0. Accuracy counts the same.
 
     python models/smollm2/make.py ...                              (once: see models/smollm2/README.md)
     python examples/instructions.py --model models/smollm2
@@ -76,7 +75,7 @@ def is_correct(completion, answer):
 def prepare(script):
     """Let a script use the constraints as its answers."""
     script.is_correct = is_correct
-    script.parse_gold = lambda answer: answer  # no numbers here
+    script.parse_gold = lambda answer: answer  # gkd.py and grpo_tools.py parse the answers of rows: no numbers here
     return script
 
 

@@ -32,7 +32,7 @@ run() {
     shift 2
     [ ! -e "$folder/done" ] || return 0
     echo "$folder"
-    if ls "$folder"/state/[0-9]* > /dev/null 2>&1; then
+    if [ -n "$(ls -d "$folder"/state/[0-9]* "$folder"/checkpoint-* 2> /dev/null)" ]; then
         python "$script" --resume "$folder" >> "$RUNS/log.txt"
     else
         rm -rf "$folder"
@@ -46,15 +46,14 @@ while [ "$round" -lt "$ROUNDS" ]; do
     round=$((round + 1))
     run "round_$round" grpo.py --model "$newest" $TINY --dataset "$DATASET" --num-steps "$STEPS" \
         --eval-every "$STEPS" --eval-prompts "$EVAL_PROMPTS" --seed "$((seed * 100 + round))" $GRPO
-    newest=$RUNS/round_$round/checkpoint
+    newest=$(ls -d "$RUNS/round_$round"/checkpoint-* | tail -1)
 done
 
 show() { # show LABEL METRICS: print a row of the table
-    found=$(echo "$2" | sed 's/.*"eval\/accuracy": \([^,]*\), "eval\/pass@1": \([^,]*\),.*/\1 \2/')
-    LC_ALL=C printf '%5s   %.3f   %.3f\n' "$1" $found
+    LC_ALL=C printf '%5s   %.3f\n' "$1" "$(echo "$2" | sed 's/.*"eval\/accuracy": \([^,}]*\).*/\1/')"
 }
 
-echo " step  greedy  pass@1"
+echo " step  greedy"
 show 0 "$(head -n 1 "$RUNS/round_1/metrics.jsonl")"
 for round in $(seq "$ROUNDS"); do
     show "$((round * STEPS))" "$(tail -n 1 "$RUNS/round_$round/metrics.jsonl")"

@@ -31,12 +31,18 @@ UNSAFE = re.compile(  # texts that math-verify is not asked about
 )
 
 
+def read(text):
+    """Return a number as grpo.py reads it; other answers are left to math-verify, without dollar signs around them."""
+    number = grpo.parse_answer(text)
+    return number if isinstance(number, Fraction) else text.strip().removesuffix(".").strip("$")
+
+
 def is_correct(completion, answer):
     """Return whether the strict rule accepts the answer, or whether it is a formula that math-verify accepts."""
     if STRICT(completion, answer):
         return True
-    gold = grpo.parse_gold(answer)
-    given = grpo.parse_answer(grpo.extract_answer(completion) or "")
+    gold = read(grpo.extract_answer(str(answer)) or str(answer))
+    given = read(grpo.extract_answer(completion) or "")
     if isinstance(gold, Fraction) or UNSAFE.search(f"{gold} {given}"):
         return False
     formulas = [parse(f"${text}$", parsing_timeout=SECONDS) for text in (gold, given)]

@@ -37,7 +37,7 @@ run() {
     shift 2
     [ ! -e "$folder/done" ] || return 0
     echo "$folder"
-    if ls "$folder"/state/[0-9]* > /dev/null 2>&1; then
+    if [ -n "$(ls -d "$folder"/state/[0-9]* "$folder"/checkpoint-* 2> /dev/null)" ]; then
         python "$script" --resume "$folder" >> "$RUNS/log.txt"
     else
         rm -rf "$folder"
@@ -61,20 +61,20 @@ sft cold "${COLD:-$RUNS/cold.jsonl}"
 rl rl_1 "$RUNS/cold/checkpoint" "$((seed * 100 + 1))"
 if [ ! -e "$RUNS/right.jsonl" ]; then
     echo "$RUNS/right.jsonl"
-    python "$root/tools/sample.py" --model "$RUNS/rl_1/checkpoint" $TINY --dataset "$DATASET" --split train $SAMPLE \
-        --num-prompts "$PROMPTS" --num-samples "$SAMPLES" --per-prompt "$PER_PROMPT" --keep right --seed "$seed" \
-        --eval-prompts "$EVAL_PROMPTS" ${SYSTEM:+--system-prompt "$SYSTEM"} --out "$RUNS/right.jsonl" >> "$RUNS/log.txt"
+    python "$root/tools/sample.py" --model "$(ls -d "$RUNS"/rl_1/checkpoint-* | tail -1)" $TINY $SAMPLE \
+        --dataset "$DATASET" --split train --num-prompts "$PROMPTS" --num-samples "$SAMPLES" --keep right \
+        --per-prompt "$PER_PROMPT" --eval-prompts "$EVAL_PROMPTS" ${SYSTEM:+--system-prompt "$SYSTEM"} --seed "$seed" \
+        --out "$RUNS/right.jsonl" >> "$RUNS/log.txt"
 fi
 grep '<think>' "$RUNS/right.jsonl" > "$RUNS/thoughts.jsonl"
 sft sft "$RUNS/thoughts.jsonl"
 rl rl_2 "$RUNS/sft/checkpoint" "$((seed * 100 + 2))"
 
 show() { # show LABEL METRICS: print a row of the table
-    found=$(echo "$2" | sed 's/.*"eval\/accuracy": \([^,]*\), "eval\/pass@1": \([^,]*\),.*/\1 \2/')
-    LC_ALL=C printf '%5s   %.3f   %.3f\n' "$1" $found
+    LC_ALL=C printf '%5s   %.3f\n' "$1" "$(echo "$2" | sed 's/.*"eval\/accuracy": \([^,}]*\).*/\1/')"
 }
 
-echo "after  greedy  pass@1"
+echo "after  greedy"
 show cold "$(head -n 1 "$RUNS/rl_1/metrics.jsonl")"
 show rl_1 "$(tail -n 1 "$RUNS/rl_1/metrics.jsonl")"
 show sft "$(head -n 1 "$RUNS/rl_2/metrics.jsonl")"

@@ -14,7 +14,10 @@ from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
-from tiny import ROOT, load_module, read_jsonl, write_jsonl
+import torch.distributed as dist
+from datasets import Dataset
+from tiny import load_module
+from toy import ROOT, read_jsonl, write_jsonl
 
 import grpo
 
@@ -344,17 +347,14 @@ def test_without_namespaces_it_is_refused_in_one_line(reason, tmp_path):
 
 
 SAID = "in all of these many different words there are ten of them"
-LEFT_OUT = ["with a prompt longer than --max-prompt-length", ""]
-LEFT_OUT.insert(1, "without a prompt in one of the columns prompt, question, problem")
 
 
-@pytest.mark.parametrize("prompt, reason", zip(("1+1=1+1=1+1=1+1=", "", "1+1="), LEFT_OUT))
-def test_rows_are_left_out_as_in_grpo_but_not_for_the_words_of_a_test(tokenizer, prompt, reason, monkeypatch):
-    monkeypatch.setattr(grpo, "parse_gold", str)  # as on the command line
-    row = {"prompt": prompt, "answer": json.dumps([["f()", SAID]])}
+def test_rows_are_left_out_as_in_grpo_but_not_for_the_words_of_a_test(tokenizer):
+    answer = json.dumps([["f()", SAID]])
+    rows = Dataset.from_list([{"prompt": prompt, "answer": answer} for prompt in ("1+1=1+1=1+1=1+1=", None, "1+1=")])
     args = grpo.Args(max_prompt_length=8, system_prompt="")
-    found, said = code_reward.read_row(grpo.read_row, row, args, tokenizer)
-    assert said == reason and (found is None if reason else found["answer"] == row["answer"])
+    [found] = code_reward.read_rows(grpo.read_rows, rows, args, tokenizer)
+    assert found["prompt"] == "1+1=" and found["answer"] == answer
 
 
 @boxed
@@ -369,7 +369,7 @@ def test_the_command_line_refuses_rows_without_tests_and_trains_on_the_reward(tm
         batch, texts = sample(*args)
         return batch, [programs[number % 2] for number in range(len(texts))]
 
-    for name in ("is_correct", "parse_gold", "read_row", "reward_fn", "score_completions"):
+    for name in ("is_correct", "read_rows", "reward_fn", "score_completions"):
         monkeypatch.setattr(grpo, name, getattr(grpo, name))
     monkeypatch.setattr(grpo, "sample_completions", sample_completions)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -378,11 +378,13 @@ def test_the_command_line_refuses_rows_without_tests_and_trains_on_the_reward(tm
     monkeypatch.setattr(sys, "argv", ["code_reward.py", *flags.split()])
     for data in [*([{"prompt": "1+1="} | row] * 5 for row in no_tests), rows]:
         write_jsonl(tmp_path / "tests.jsonl", data)
-        refused = pytest.raises(SystemExit, match=r"tests.jsonl, held-out row 0: .*\[call, value\]'\); the row is ")
+        refused = pytest.raises(SystemExit, match=r"tests.jsonl: .* pairs \[call, value\]: ")
         with monkeypatch.context() if data is rows else refused:
             assert not (tmp_path / "run").exists()
             runpy.run_path(str(ROOT / "examples" / "code_reward.py"), run_name="__main__")
+        if dist.is_initialized():  # the end of a process ends its group, too
+            dist.destroy_process_group()
     lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [line.get("reward/mean") for line in lines] == [None, 3 / 8, 3 / 8]
-    assert lines[0]["eval/accuracy"] == 1 and lines[0]["eval/pass@1"] == 0.5
+    assert lines[0]["eval/accuracy"] == 1
     assert lines[1]["reward/zero_std"] == 1 / 4 and lines[1]["optim/grad_norm"] > 0

@@ -13,10 +13,8 @@ from tiny import PAD_ID, add_pairs, build_model, pad_right, parse, read_jsonl, r
 from torch.testing import assert_close
 
 import dpo
-import grpo
-import grpo_process
+import grpo_tools
 import ppo_rlhf
-import reinforce
 
 ORACLE = Path(__file__).parent / "oracle"  # numbers of other people's code, float64; each file names its source
 SETTINGS = {"clip_eps": 0.2, "clip_eps_low": 0.2, "clip_eps_high": 0.28, "max_completion_length": 9}
@@ -34,9 +32,8 @@ def tensor(values, dtype=torch.float64):
 def policy_loss(script, inputs, **changes):
     """Call a script's policy_loss with those of the inputs and settings that it takes."""
     given = SETTINGS | inputs | changes
-    sampling_policy = given["logprobs"].detach() if script is reinforce else given.get("old_logprobs")
-    given.setdefault("sampler_logprobs", sampling_policy)  # w is 1
-    if script in (grpo_process, ppo_rlhf) and given["advantages"].ndim == 1:  # there each token has an advantage
+    given.setdefault("sampler_logprobs", given.get("old_logprobs"))  # w is 1
+    if script is ppo_rlhf and given["advantages"].ndim == 1:  # there each token has an advantage
         given["advantages"] = given["advantages"].unsqueeze(1).expand_as(given["logprobs"])
     names = inspect.signature(script.policy_loss).parameters
     return script.policy_loss(**{name: given[name] for name in names if name in given})
@@ -347,7 +344,7 @@ def enumerate_rows():
     model = build_model("llama", vocab_size=VOCAB_SIZE)
     prompts = [prompt for prompt in PROMPTS for _ in COMPLETIONS]
     completions = COMPLETIONS * len(PROMPTS)
-    prompt_ids, prompt_mask = grpo.pad_left([{"prompt_ids": prompt} for prompt in prompts], "cpu")
+    prompt_ids, prompt_mask = grpo_tools.pad_left([{"prompt_ids": prompt} for prompt in prompts], "cpu")
     completion_ids, mask = pad_right(completions, MAX_LENGTH)
     probabilities = (exact_logprobs(model) * mask).sum(1).exp()
     rewards = tensor([(sum(c) + len(c) + p[0]) % 3 for p, c in zip(prompts, completions)])
@@ -385,8 +382,8 @@ def enumerate_completions(seed):
         if longest == 1:
             completions = [[token] for token in range(VOCAB_SIZE)]
         ids, mask = pad_right(completions * len(PROMPTS), longest)
-        prompts = grpo.pad_left([{"prompt_ids": prompt} for prompt in PROMPTS for _ in completions], "cpu")
-        logprobs = [grpo.token_logprobs(model, *prompts, ids, mask, TEMPERATURE)[0] for model in models]
+        prompts = grpo_tools.pad_left([{"prompt_ids": prompt} for prompt in PROMPTS for _ in completions], "cpu")
+        logprobs = [grpo_tools.token_logprobs(model, *prompts, ids, mask, TEMPERATURE)[0] for model in models]
         old_logprobs, sampler_logprobs, ref_logprobs = (other.detach() for other in logprobs[1:])
         found[longest] = {
             "logprobs": logprobs[0],

@@ -9,9 +9,9 @@ import transformers.models.llama.modeling_llama
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-import grpo
+import grpo_tools
 import reward_model
 
 get_checkpoint_conversion_mapping("qwen3")
-for script in (grpo, reward_model):
+for script in (grpo_tools, reward_model):
     del sys.modules[script.__name__]

@@ -13,12 +13,11 @@ from tiny import SCRIPTS as ONLINE
 from transformers import AutoTokenizer
 
 import gkd
-import grpo
-import grpo_process
+import grpo_tools
 import ppo_rlhf
 import sft
 
-SCRIPTS = ONLINE | {"grpo_process": grpo_process, "ppo_rlhf": ppo_rlhf, "gkd": gkd, "sft": sft}
+SCRIPTS = ONLINE | {"ppo_rlhf": ppo_rlhf, "gkd": gkd, "sft": sft}
 NUM_STEPS, ROWS_PER_STEP, GROUP_SIZE = 2, 4, 4
 # One prompt for all, so that what is sampled differs by random numbers alone; the answers name the rows.
 ROWS = [{"prompt": "12+34=", "answer": str(i), "completion": str(i)} for i in range(1, 11)]
@@ -89,9 +88,9 @@ def shard_with_noise(model, precision):
     torch.randint = recorded
     torch.manual_seed(dist.get_rank())
     args = SimpleNamespace(precision=precision, gradient_checkpointing=True)
-    policy = grpo.prepare_model(grpo.LogprobModel(model), args, torch.device("cpu"))
+    policy = ppo_rlhf.prepare_model(grpo_tools.LogprobModel(model), args, torch.device("cpu"))
     torch.randint = randint
-    lowest, highest = (grpo.all_reduce(sum(noise), op) for op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX))
+    lowest, highest = (ppo_rlhf.all_reduce(sum(noise), op) for op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX))
     return policy, lowest == highest and bool(noise) == (precision == "bfloat16")
 
 
@@ -102,15 +101,15 @@ def sample_gathered(precision):
     if precision == "bfloat16":
         plain.get_input_embeddings().register_forward_hook(lambda _module, _inputs, output: output.bfloat16())
         for block in plain.model.layers:
-            block.bfloat16().forward = partial(grpo.in_bfloat16, block.forward)
-    prompts = *grpo.pad_left([{"prompt_ids": ids} for ids in PROMPTS], "cpu"), 8, 1.0, [1, 3]
-    with grpo.gathered(policy) as sampler:
+            block.bfloat16().forward = partial(ppo_rlhf.in_bfloat16, block.forward)
+    prompts = *ppo_rlhf.pad_left([{"prompt_ids": ids} for ids in PROMPTS], "cpu"), 8, 1.0, [1, 3]
+    with ppo_rlhf.gathered(policy) as sampler:
         torch.manual_seed(0)
-        sampled = grpo.generate(sampler, *prompts)
+        sampled = ppo_rlhf.generate(sampler, *prompts)
         inputs = *prompts[:2], *sampled[:2]
-        scored = grpo.token_logprobs(sampler, *inputs, 1.0)[0]
+        scored = ppo_rlhf.token_logprobs(sampler, *inputs, 1.0)[0]
     torch.manual_seed(0)
-    expected = grpo.generate(plain, *prompts)
+    expected = ppo_rlhf.generate(plain, *prompts)
     batch = dict(zip(("prompt_ids", "prompt_mask", "completion_ids", "completion_mask"), inputs))
     logprobs, _ = policy(batch, 1.0)
     logprobs.sum().backward()
@@ -120,7 +119,7 @@ def sample_gathered(precision):
     return {
         "noise": noise,
         "samples": all(map(torch.equal, sampled, expected)),
-        "scored inside": torch.equal(scored, grpo.token_logprobs(plain, *inputs, 1.0)[0]),
+        "scored inside": torch.equal(scored, ppo_rlhf.token_logprobs(plain, *inputs, 1.0)[0]),
         "scored outside": torch.equal(logprobs, scored),
         "scored as sampled": bool(gap < (1e-4 if precision == "float32" else 0.1)),
         "sharded evenly": 0.9 < held / num_weights < 1.1,
@@ -129,7 +128,7 @@ def sample_gathered(precision):
 
 
 if __name__ == "__main__":
-    folder, _ = Path(sys.argv[1]), grpo.init_ranks()
+    folder, _ = Path(sys.argv[1]), ppo_rlhf.init_ranks()
     results = {precision: sample_gathered(precision) for precision in ("float32", "bfloat16")}
     results |= {name: run(name, folder) for name in SCRIPTS}
     (folder / f"{dist.get_rank()}.json").write_text(json.dumps(results))

@@ -26,10 +26,11 @@ SECONDS = 600  # at most, per mutant
 # Errors of a row that was written wrongly, and not what the bug does.
 BROKEN = re.compile(r"(Name|Import|ModuleNotFound|Attribute|UnboundLocal|Type|Key|Index|Value|Runtime)Error")
 
-NAMES = {"TOKENWISE": "grpo dr_grpo dapo grpo_process grpo_tools"}
-NAMES["CLIPPED"] = NAMES["TOKENWISE"] + " gspo"
-NAMES["OLD"] = NAMES["CLIPPED"] + " cispo"  # those with log-probabilities of an older policy
-NAMES["ONLINE"] = NAMES["OLD"] + " reinforce"
+NAMES = dict.fromkeys(("TOKENWISE", "CLIPPED", "OLD", "ONLINE"), "grpo_tools")
+NAMES["GROUPED_TOKENWISE"] = "grpo dr_grpo dapo grpo_process"  # of the short scripts, as in sync_copies.py
+NAMES["GROUPED_CLIPPED"] = NAMES["GROUPED_TOKENWISE"] + " gspo"
+NAMES["GROUPED_OLD"] = NAMES["GROUPED_CLIPPED"] + " cispo"
+NAMES["GROUPED"] = NAMES["GROUPED_OLD"] + " reinforce"
 NAMES["REWARDED"] = NAMES["ONLINE"] + " ppo_rlhf"
 NAMES["SAMPLED"] = NAMES["REWARDED"] + " gkd"
 NAMES["LOGPROBS"] = NAMES["ONLINE"] + " dpo ppo_rlhf sft"
@@ -79,9 +80,6 @@ def read_test(text, scripts):
     if "{}" in node:  # in the file of each script
         return [(node.format(script), None) for script in (expand(cases.split(", ")) if cases else scripts)]
     cases = scripts if cases == "each" else expand(cases.split(", "))
-    if re.match("test_(accumulation|sampling|logprobs)", NAMES.get(node, node)):
-        # In grpo_process.py each token has an advantage of its own: what stands in these files is copied from grpo.py.
-        cases = [case for case in cases if case != "grpo_process"]
     return [(NAMES.get(node, node), case or None) for case in cases]
 
 

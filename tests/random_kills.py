@@ -14,7 +14,7 @@ from processes import assert_same_run, finish, start
 
 SIZES = "--num-steps 30 --eval-prompts 8 --eval-every 7 --save-every 2 --warmup-steps 2 --minibatch-size 8".split()
 GROUPS = "--prompts-per-step 4 --group-size 4 --max-completion-length 32".split()
-FLAGS = dict.fromkeys(("grpo", "dapo", "cispo", "grpo_process", "grpo_tools"), GROUPS)
+FLAGS = dict.fromkeys(("grpo_tools",), GROUPS)
 FLAGS |= {"sft": [], "dpo": [], "ppo_rlhf": "--prompts-per-step 8".split()}
 
 

@@ -7,13 +7,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 MARKER = "# ---- below: identical copies of what several scripts share, in the order of use\n"
-REFERENCED = ("grpo", "grpo_process")
-ONLINE = ("reinforce", *REFERENCED, "dr_grpo", "dapo", "gspo", "cispo", "grpo_tools")
-PAIRS = ("reward_model", "dpo")
-REWARDED = (*ONLINE, "ppo_rlhf")
-SAMPLED = (*REWARDED, "gkd")
-LOGPROBS = ("sft", "dpo", *SAMPLED)
-ALL = (*LOGPROBS, "reward_model")
+GROUPED = ("reinforce", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "grpo_process")  # the short scripts
+OLDER = ("sft", "dpo", "reward_model", "grpo_tools", "ppo_rlhf", "gkd")  # those that are still to be shortened
+ALL = (*GROUPED, *OLDER)
 
 
 def without(scripts, *names):
@@ -22,55 +18,41 @@ def without(scripts, *names):
 
 # {scripts: what is identical in them}; a name comes twice where two families have each their own.
 SHARED = {
-    ALL: """RANK WORLD_SIZE inner_bar SEPARATORS LORA_ALPHA LINEAR_LAYERS parse_args explain_error init_ranks
+    GROUPED: """RANK WORLD_SIZE HERE is_correct reward_fn score_completions k3 LOGITS_AT_ONCE inner_bar extract_answer
+        parse_answer parse_args init_ranks load_rows read_rows load_policy load_model find_turn_end prepare
+        add_rounding_noise Policy head_logprobs load_sampler open_run max_over_ranks evaluate sample_completions
+        generate prefill sample_tokens draw sum_parts mean_metrics log_step copy_weights pick_rows microbatches select
+        step_optimizer log_group save""",
+    without(GROUPED, "reinforce"): "check_args compute_logprobs",
+    OLDER: """RANK WORLD_SIZE HERE inner_bar PROMPT_COLUMNS SEPARATORS LORA_ALPHA LINEAR_LAYERS parse_args
+        explain_error init_ranks
         multiplies_bfloat16 load_splits read_folder read_file find_column as_messages without_nulls find_turn_end
         add_adapters find_blocks prepare_model use_bfloat16 add_rounding_noise in_bfloat16 cast init_moments open_run
         lock_run track_run load_state all_reduce stop_requested append_line mean_metrics pick_rows mix_seed
         step_optimizer save merge_adapters end_run""",
-    without(ALL, "ppo_rlhf", "gkd"): "PATHS",
-    LOGPROBS: "load_model LOGITS_AT_ONCE",
-    SAMPLED: """is_correct reward_fn score_completions k3 ANSWER_COLUMNS EVAL_SAMPLES NOTATIONS NUMBER load_rows
-        read_rows encode_prompt parse_gold extract_answer read_braces parse_answer sum_parts check_model
-        show_first_row pad_left gathered sample_tokens are_correct microbatches
-        check_sampler catch_signals LESS_MEMORY CACHE_BLOCK prefill RoomyLayer append_token""",
-    REWARDED: "token_logprobs head_logprobs",
-    without(ALL, "sft"): "PROMPT_COLUMNS",
-    without(SAMPLED, "grpo_tools"): "generate sample_completions",
-    without(REWARDED, "reinforce"): "compute_logprobs",
-    ONLINE: "READ_COLUMNS read_row rollout_metrics log_group LogprobModel",
-    (*ONLINE, "gkd"): "evaluate log_step",
-    without(ONLINE, "reinforce"): "check_args",
-    (*REFERENCED, "ppo_rlhf"): "without_adapters LoraLinear",
-    without(ALL, *REFERENCED, "ppo_rlhf"): "LoraLinear",
+    without(OLDER, "ppo_rlhf", "gkd"): "PATHS",
+    without(OLDER, "reward_model"): "load_model LOGITS_AT_ONCE",
+    ("grpo_tools", "ppo_rlhf", "gkd"): """is_correct reward_fn score_completions k3 ANSWER_COLUMNS EVAL_SAMPLES
+        NOTATIONS NUMBER load_rows read_rows encode_prompt parse_gold extract_answer read_braces parse_answer sum_parts
+        check_model show_first_row pad_left gathered sample_tokens are_correct microbatches check_sampler catch_signals
+        LESS_MEMORY CACHE_BLOCK prefill RoomyLayer append_token""",
+    ("grpo_tools", "ppo_rlhf"): "token_logprobs head_logprobs compute_logprobs",
+    ("ppo_rlhf", "gkd"): "generate sample_completions",
+    ("grpo_tools", "gkd"): "evaluate log_step",
+    without(OLDER, "ppo_rlhf"): "LoraLinear",
     ("sft", "dpo", "reward_model"): "check_args encode_prompt catch_signals LESS_MEMORY",
     ("sft", "dpo"): "check_model token_logprobs head_logprobs LogprobModel",
     ("sft", "dpo", "reward_model", "ppo_rlhf", "gkd"): "encode_completion pad",
     ("sft", "dpo", "reward_model", "ppo_rlhf"): "log_step",
     ("dpo", "reward_model", "ppo_rlhf"): "parse_dialogue",
-    PAIRS: "READ_COLUMNS load_pairs read_pairs read_pair split_pair microbatches count_tokens",
+    ("reward_model", "dpo"): "READ_COLUMNS load_pairs read_pairs read_pair split_pair microbatches count_tokens",
     ("sft", "ppo_rlhf"): "COMPLETION_COLUMNS read_chat find_chat read_turn",
     ("reward_model", "ppo_rlhf"): "load_reward_model sequence_scores hidden_states",
 }
 # [(name, the scripts in which it is identical)]
 SHARED = [(name, scripts) for scripts, names in SHARED.items() for name in names.split()]
-# What has one name and differs by design: everywhere, or in scripts that are not in the table.
-OWN = {*"HERE PLAIN_NUMBER FILLER Args TINY compute_advantages policy_loss preference_loss".split()}
-OWN |= {"accumulate_gradients", "main"}
-OWN_OF = {
-    "evaluate": {"ppo_rlhf", "reward_model", "sft", "dpo"},
-    "check_args": {"reinforce", "ppo_rlhf", "gkd"},
-    "check_model": {"reward_model"},
-    "generate": {"grpo_tools"},
-    "sample_completions": {"grpo_tools"},
-    "read_row": {"ppo_rlhf", "gkd"},
-    "PATHS": {"ppo_rlhf", "gkd"},
-    "rollout_metrics": {"ppo_rlhf", "gkd"},
-    "microbatches": {"sft"},
-    "count_tokens": {"sft"},
-    "PROMPT_COLUMNS": {"sft"},
-    "READ_COLUMNS": {"sft", "ppo_rlhf", "gkd"},
-    "COMPLETION_COLUMNS": {"gkd"},
-}
+# What has one name and differs by design, everywhere.
+OWN = {*"Args TINY compute_advantages policy_loss preference_loss accumulate_gradients main".split()}
 
 
 @functools.cache

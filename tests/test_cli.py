@@ -16,17 +16,14 @@ from tiny import ROOT, TINY, exit_line, load_module, parse, read_jsonl, write_js
 from tiny import SCRIPTS as OF_COMPLETIONS
 from transformers import AutoModelForCausalLM
 
-import dapo
 import dpo
 import gkd
-import grpo
-import grpo_process
+import grpo_tools
 import ppo_rlhf
-import reinforce
 import reward_model
 import sft
 
-SCRIPTS = [*OF_COMPLETIONS.values(), grpo_process]
+SCRIPTS = [*OF_COMPLETIONS.values()]
 HELPED = [*SCRIPTS, reward_model, dpo, ppo_rlhf, gkd, sft]
 SMALL = {"num_steps": 1, "prompts_per_step": 2, "group_size": 2, "minibatch_size": 2, "max_completion_length": 4}
 SMALL |= {"eval_prompts": 2}
@@ -52,12 +49,15 @@ def small(script):
 
 
 CONTEXT = "add up to [23][0-9]{2} tokens, but the model's context has only 256; a checkpoint of .* needs --tiny$"
-BAD_CASES = [(script, {"max_completion_length": 250}, CONTEXT) for script in (grpo, dpo, ppo_rlhf)]
+BAD_CASES = [(script, {"max_completion_length": 250}, CONTEXT) for script in (grpo_tools, dpo, ppo_rlhf)]
 BAD_CASES += [
-    (grpo, {"minibatch_size": 3}, "^--minibatch-size 3 must divide --prompts-per-step times --group-size, as 4 does$"),
+    (
+        grpo_tools,
+        {"minibatch_size": 3},
+        "^--minibatch-size 3 must divide --prompts-per-step times --group-size, as 4 does$",
+    ),
     (ppo_rlhf, {"prompts_per_step": 6, "minibatch_size": 4}, "^--minibatch-size 4 must divide --prompts-per-step 6$"),
-    (grpo, {"group_size": 1}, "^--group-size must be at least 2"),
-    (reinforce, {"group_size": 1, "baseline": "group_mean"}, "^--group-size must be at least 2"),
+    (grpo_tools, {"group_size": 1}, "^--group-size must be at least 2"),
     (ppo_rlhf, {"reward_model": str(TINY)}, "models/tiny is not a complete reward model: .* score.weight$"),
 ]
 
@@ -70,7 +70,7 @@ def test_bad_settings_exit_with_one_line_and_leave_nothing_behind(folder, script
 
 def test_a_minibatch_has_at_most_the_completions_of_a_rollout():
     """Few prompts per step need no --minibatch-size."""
-    for script in (grpo, dapo, ppo_rlhf):
+    for script in (grpo_tools, ppo_rlhf):
         given = {"prompts_per_step": 4, "group_size": 4, "reward_model": str(TINY)}
         args = script.Args(**{name: value for name, value in given.items() if name in names_of(script)})
         script.check_args(args)
@@ -82,24 +82,28 @@ def test_a_minibatch_has_at_most_the_completions_of_a_rollout():
 @pytest.mark.usefixtures("folder")
 def test_a_path_of_nothing_is_not_looked_for_on_the_hub(flag, path):
     with pytest.raises(SystemExit, match=f"^--{flag} {path}: there is no such file or folder$"):
-        parse(grpo, **small(grpo) | {flag: path})
+        parse(grpo_tools, **small(grpo_tools) | {flag: path})
 
 
 def test_a_folder_may_be_named_with_a_split(folder):
     (folder / "pairs").mkdir()
     name = f"{folder / 'pairs'}::train_prefs"
     for given in (name, "pairs::train_prefs", "./pairs::train_prefs"):
-        assert parse(grpo, **small(grpo) | {"dataset": given}).dataset == name
+        assert parse(grpo_tools, **small(grpo_tools) | {"dataset": given}).dataset == name
 
 
 @pytest.mark.parametrize("model", [TINY, "no/such/model"])
 def test_a_model_that_is_named_is_trained_with_the_settings_of_real_models(model):
-    assert parse(grpo).num_steps == parse(grpo, model=model, tiny=True).num_steps == grpo.TINY["num_steps"]
-    assert parse(grpo, model=model).num_steps == grpo.Args.num_steps
+    assert (
+        parse(grpo_tools).num_steps
+        == parse(grpo_tools, model=model, tiny=True).num_steps
+        == grpo_tools.TINY["num_steps"]
+    )
+    assert parse(grpo_tools, model=model).num_steps == grpo_tools.Args.num_steps
 
 
 def test_a_link_to_a_script_finds_the_bundled_model(folder):
-    (folder / "linked.py").symlink_to(ROOT / "grpo.py")
+    (folder / "linked.py").symlink_to(ROOT / "grpo_tools.py")
     module = load_module(folder / "linked.py")
     assert module.Args.model == str(TINY)
 
@@ -110,15 +114,15 @@ def test_a_run_folder_that_exists_is_left_alone(folder, content):
     for name, text in content.items():
         (folder / "mine" / name).write_text(text)
     with pytest.raises(SystemExit, match="^--run-dir mine exists: name a new folder, or give --resume mine alone$"):
-        parse(grpo, **small(grpo))  # before it loads anything
+        parse(grpo_tools, **small(grpo_tools))  # before it loads anything
     assert {path.name: path.read_text() for path in (folder / "mine").iterdir()} == content
 
 
 def test_paths_become_absolute_and_names_stay(folder):
     """A run may be resumed from another folder. A name on the hub is no path, and an empty setting is none either."""
-    args = parse(grpo, model=os.path.relpath(TINY), dataset="sums.jsonl")
+    args = parse(grpo_tools, model=os.path.relpath(TINY), dataset="sums.jsonl")
     assert (args.model, args.dataset) == (str(TINY), str(folder / "sums.jsonl"))
-    assert parse(grpo, dataset="openai/gsm8k:main").dataset == "openai/gsm8k:main"
+    assert parse(grpo_tools, dataset="openai/gsm8k:main").dataset == "openai/gsm8k:main"
     shutil.copytree(TINY, "scorer")
     args = parse(ppo_rlhf, reward_model="scorer", ptx_dataset="sums.jsonl")
     assert (args.reward_model, args.ptx_dataset) == (str(folder / "scorer"), str(folder / "sums.jsonl"))
@@ -152,7 +156,7 @@ def test_help_shows_what_would_run(script, capsys):
     assert rates == [script.TINY["learning_rate"], script.Args().learning_rate, script.TINY["learning_rate"]]
 
 
-@pytest.mark.parametrize("script", [grpo, sft])
+@pytest.mark.parametrize("script", [grpo_tools, sft])
 def test_resume_takes_the_settings_of_the_run_and_flags_override_them(script, tmp_path, capsys):
     settings = vars(parse(script, num_steps=5, learning_rate=0.25))
     kept = {"script": f"{script.__name__}.py", "run_dir": "elsewhere", "clip_range": 3}
@@ -168,12 +172,12 @@ def test_resume_takes_the_settings_of_the_run_and_flags_override_them(script, tm
 def test_what_decides_which_rows_are_held_out_stays_as_it_was(folder):
     """Other values would train on rows that an evaluation then counts, or evaluate on trained ones."""
     write_jsonl("other.jsonl", [])
-    settings = {"script": "grpo.py"} | vars(parse(grpo, dataset="sums.jsonl"))
+    settings = {"script": "grpo_tools.py"} | vars(parse(grpo_tools, dataset="sums.jsonl"))
     (folder / "args.json").write_text(json.dumps(settings))
     for name, value in {"dataset": "other.jsonl", "eval_prompts": 3, "lora_rank": 2}.items():
         with pytest.raises(SystemExit, match=f"^--resume {folder}: {name} must stay {settings[name]}, not "):
-            parse(grpo, resume=folder, **{name: value})
-    assert parse(grpo, resume=folder, dataset="sums.jsonl", eval_prompts=512, lora_rank=0).resume == str(folder)
+            parse(grpo_tools, resume=folder, **{name: value})
+    assert parse(grpo_tools, resume=folder, dataset="sums.jsonl", eval_prompts=512, lora_rank=0).resume == str(folder)
 
 
 @pytest.mark.parametrize("environment, expected", [({"WORLD_SIZE": "4"}, 1), ({"WORLD_SIZE": "4", "RANK": "2"}, 4)])
@@ -181,7 +185,7 @@ def test_only_torchrun_makes_several_ranks(environment, expected, monkeypatch):
     """Some clusters set WORLD_SIZE for each of their jobs."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert load_module(ROOT / "grpo.py").WORLD_SIZE == expected
+    assert load_module(ROOT / "grpo_tools.py").WORLD_SIZE == expected
 
 
 @pytest.mark.parametrize("script", HELPED)
@@ -197,7 +201,7 @@ def found_precision(script, **settings):
     return args.precision
 
 
-@pytest.mark.parametrize("script", [grpo, dpo, ppo_rlhf])  # each has another check of its settings
+@pytest.mark.parametrize("script", [grpo_tools, dpo, ppo_rlhf])  # each has another check of its settings
 def test_models_compute_in_bfloat16_where_the_processor_multiplies_it(script, monkeypatch):
     assert found_precision(script) == "float32"
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
@@ -210,12 +214,12 @@ def test_a_gpu_without_bfloat16_units_computes_in_float32(native, monkeypatch):
     """A T4 or an RTX 20 emulates bfloat16, slowly; asked without its argument, torch says that it is supported."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: native or including_emulation)
-    assert found_precision(grpo) == ("bfloat16" if native else "float32")
+    assert found_precision(grpo_tools) == ("bfloat16" if native else "float32")
 
 
 @pytest.mark.parametrize("script", HELPED)
 def test_flags_of_one_name_have_one_type_and_each_a_default(script):
-    types = {field.name: field.type for field in fields(grpo.Args)}
+    types = {field.name: field.type for other in (ppo_rlhf, grpo_tools) for field in fields(other.Args)}
     for field in fields(script.Args):
         assert field.type == types.get(field.name, field.type)
         assert field.default is not None

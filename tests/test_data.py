@@ -20,7 +20,7 @@ from tiny import ROOT, TEMPLATE, TINY, assistant, make_tokenizer, read_jsonl, us
 from transformers import AutoTokenizer
 
 import dpo
-import grpo
+import grpo_tools
 import ppo_rlhf
 import sft
 
@@ -33,7 +33,7 @@ ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(1, 11)]
 def load(dataset, tokenizer, **settings):
     """Training and held-out prompts."""
     args = {"max_prompt_length": 32, "eval_prompts": 0, "system_prompt": ""} | settings
-    return grpo.load_rows(grpo.Args(dataset=str(dataset), **args), tokenizer)
+    return grpo_tools.load_rows(grpo_tools.Args(dataset=str(dataset), **args), tokenizer)
 
 
 def load_rows(folder, rows, tokenizer, file="rows.jsonl", **settings):
@@ -64,7 +64,7 @@ def test_held_out_rows_of_sorted_data_are_from_all_over(tmp_path, split):
     rows = [{"place": i} for i in range(1000)]
     write_rows(tmp_path / "data" / "train.jsonl", rows)
     write_rows(tmp_path / "data" / f"{split}.jsonl", rows)
-    _, held_out = grpo.load_splits(str(tmp_path / "data"), 200)
+    _, held_out = grpo_tools.load_splits(str(tmp_path / "data"), 200)
     places = [row["place"] for row in held_out]
     assert places == sorted({*places})
     quarters = Counter(place // 250 for place in places)
@@ -92,7 +92,7 @@ def write_splits(folder, splits):
 )
 def test_a_config_and_a_split_are_named_after_colons(tmp_path, splits, suffix, expected):
     write_splits(tmp_path, splits)
-    training, held_out = grpo.load_splits(f"{tmp_path}{suffix}", 3)
+    training, held_out = grpo_tools.load_splits(f"{tmp_path}{suffix}", 3)
     assert {row["prompt"].split()[0] for row in held_out} == {expected[0]}
     assert {row["prompt"].split()[0] for row in training} <= {expected[1]}
     assert len(held_out) == (1 if expected[0] == expected[1] else 3)  # a fifth of the nine, or as many as asked for
@@ -102,7 +102,7 @@ def test_where_a_split_is_missing_those_there_are_are_named(tmp_path):
     write_splits(tmp_path, ["train_sft", "test_sft"])
     for suffix in ("", "::train", "::train_SFT"):
         with pytest.raises(SystemExit, match=r"has only the splits \['train_sft', 'test_sft'\]: name one of them"):
-            grpo.load_splits(f"{tmp_path}{suffix}", 3)
+            grpo_tools.load_splits(f"{tmp_path}{suffix}", 3)
 
 
 def test_a_test_split_alone_is_evaluated_but_not_trained_on(tmp_path, tokenizer):
@@ -163,7 +163,10 @@ def test_a_prompt_has_its_answer_and_the_other_columns_of_its_row(tmp_path, toke
     + [("007", "007"), ("[1, 2]", "[1, 2]"), ([user("1")], [user("1")]), (True, "true"), ({"a": None}, '{"a": null}')],
 )
 def test_a_column_is_a_text_or_messages_whatever_it_was_read_as(value, text):
-    assert grpo.find_column({"other": "x", "answer": value, "solution": "y"}, ("prompt", "answer", "solution")) == text
+    assert (
+        grpo_tools.find_column({"other": "x", "answer": value, "solution": "y"}, ("prompt", "answer", "solution"))
+        == text
+    )
 
 
 AS_WRITTEN = ["2", "007", "3.10", "+5", "1e5", "123456789012345678901", "true", "NA", "1_000", "2020-01-02"]
@@ -224,10 +227,10 @@ def test_data_that_were_replaced_are_read_anew_whatever_their_time_stamp(tmp_pat
 
 
 WITHOUT_A_HOME = """
-import sys, grpo
+import sys, grpo_tools
 from transformers import AutoTokenizer
-args = grpo.Args(dataset=sys.argv[1], eval_prompts=0)
-print(len(grpo.load_rows(args, AutoTokenizer.from_pretrained(args.model))[0]))
+args = grpo_tools.Args(dataset=sys.argv[1], eval_prompts=0)
+print(len(grpo_tools.load_rows(args, AutoTokenizer.from_pretrained(args.model))[0]))
 """
 
 
@@ -280,19 +283,19 @@ def test_values_of_parquet_are_read_as_a_person_reads_them(tmp_path, tokenizer):
 
 def test_messages_may_be_lists_of_parts(tokenizer):
     parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "1="}]
-    args = grpo.Args(system_prompt="", max_prompt_length=200)
-    row, _ = grpo.read_row({"prompt": [user(parts)], "answer": "2"}, args, tokenizer)
+    args = grpo_tools.Args(system_prompt="", max_prompt_length=200)
+    row, _ = grpo_tools.read_row({"prompt": [user(parts)], "answer": "2"}, args, tokenizer)
     assert tokenizer.decode(row["prompt_ids"]) == "<|user|>1+1=<|assistant|>"
     with pytest.raises(KeyError, match="text"):
-        grpo.read_row({"prompt": [user([{"type": "image"}])], "answer": "2"}, args, tokenizer)
+        grpo_tools.read_row({"prompt": [user([{"type": "image"}])], "answer": "2"}, args, tokenizer)
 
 
-@pytest.mark.parametrize("script", [grpo, sft, dpo])
+@pytest.mark.parametrize("script", [grpo_tools, sft, dpo])
 def test_rows_whose_text_has_a_special_token_are_counted(script, tmp_path, tokenizer, capsys):
     texts = ["1<|end|>", "2", "<|user|>3", "4"]
     rows = [{"prompt": text, "answer": "1", "chosen": "1", "rejected": "2"} for text in texts]
     args = script.Args(dataset=write_rows(tmp_path / "rows.jsonl", rows), eval_prompts=0, system_prompt="")
-    {grpo: grpo.load_rows, sft: sft.load_chats, dpo: dpo.load_pairs}[script](args, tokenizer)
+    {grpo_tools: grpo_tools.load_rows, sft: sft.load_chats, dpo: dpo.load_pairs}[script](args, tokenizer)
     said = re.findall("training rows with special tokens in their text: ([0-9]+)", capsys.readouterr().out)
     assert said == ["2"]
 
@@ -300,7 +303,7 @@ def test_rows_whose_text_has_a_special_token_are_counted(script, tmp_path, token
 def test_without_a_template_a_prompt_has_no_special_tokens_of_its_text():
     plain = AutoTokenizer.from_pretrained(TINY)
     plain.chat_template = None
-    for script in (grpo, sft):
+    for script in (grpo_tools, sft):
         ids = script.encode_prompt(plain, [user("1<|end|>2")], None)
         assert plain.eos_token_id not in ids and ids[-1] == plain.convert_tokens_to_ids("2")
 
@@ -326,17 +329,17 @@ def test_what_the_model_reads_is_printed(tmp_path, tokenizer, capsys):
     """The first prompt with its special tokens, its answer and how it is read, and the tokens that end a completion."""
     [prompt, *_], _ = load_rows(tmp_path, ROWS, tokenizer)
     capsys.readouterr()
-    grpo.show_first_row(prompt | {"answer": "1+1=2 #### 2"}, grpo.load_model(TINY, tokenizer), tokenizer)
+    grpo_tools.show_first_row(prompt | {"answer": "1+1=2 #### 2"}, grpo_tools.load_model(TINY, tokenizer), tokenizer)
     lines = ["the first prompt: '<|user|>1+1=<|assistant|>'", "its answer: '1+1=2 #### 2'"]
     lines += ["a correct completion must give: 2", "tokens that end a completion: ['<|end|>']"]
     assert capsys.readouterr().out.splitlines() == lines
 
 
-@pytest.mark.parametrize("script", [grpo, sft, dpo])
+@pytest.mark.parametrize("script", [grpo_tools, sft, dpo])
 def test_prompts_with_letters_that_the_model_does_not_know_are_counted(script, tmp_path, tokenizer, capsys):
     rows = [{"prompt": f"{name}{i}=", "answer": "1", "chosen": "1", "rejected": "2"} for i in range(3) for name in "1x"]
     args = script.Args(dataset=write_rows(tmp_path / "rows.jsonl", rows), eval_prompts=0, system_prompt="")
-    {grpo: grpo.load_rows, sft: sft.load_chats, dpo: dpo.load_pairs}[script](args, tokenizer)
+    {grpo_tools: grpo_tools.load_rows, sft: sft.load_chats, dpo: dpo.load_pairs}[script](args, tokenizer)
     assert "dropped: {}, prompts with unknown tokens: 3\n" in capsys.readouterr().out
 
 
@@ -351,10 +354,10 @@ def test_answers_that_are_prose_are_counted(tmp_path, tokenizer, capsys):
 
 def test_rows_without_answers_need_a_reward_of_ones_own():
     with pytest.raises(ValueError, match="no column answer, solution or ground_truth: rename"):
-        grpo.reward_fn("2", None)
+        grpo_tools.reward_fn("2", None)
 
 
-@pytest.mark.parametrize("script", [grpo, ppo_rlhf])
+@pytest.mark.parametrize("script", [grpo_tools, ppo_rlhf])
 def test_a_prompt_that_ends_with_the_beginning_of_the_answer_is_continued(script, tmp_path, tokenizer):
     """As Countdown's "Let me solve this step by step."; without a template, the texts are joined."""
     rows = [{"prompt": [user("1+1="), assistant("1+")], "answer": "2"}, {"prompt": "1+2=", "answer": "3"}]
@@ -410,8 +413,8 @@ def test_long_prompts_are_dropped_and_counted(tmp_path, tokenizer, capsys):
     ],
 )
 def test_why_a_prompt_is_left_out(tokenizer, row, reason):
-    args = grpo.Args(system_prompt="")
-    assert grpo.read_row({"prompt": "1+1=", "answer": "2", **row}, args, tokenizer) == (None, reason)
+    args = grpo_tools.Args(system_prompt="")
+    assert grpo_tools.read_row({"prompt": "1+1=", "answer": "2", **row}, args, tokenizer) == (None, reason)
 
 
 # ---- chat templates
@@ -485,17 +488,17 @@ def test_messages_are_written_as_they_are_with_tools_and_calls(tmp_path, file):
 
 def test_a_pass_covers_every_row_once():
     rows = list(range(37))
-    passes = [grpo.pick_rows(rows, 37 * epoch, 37, 1) for epoch in range(3)]
+    passes = [grpo_tools.pick_rows(rows, 37 * epoch, 37, 1) for epoch in range(3)]
     assert all(sorted(each) == rows for each in passes)
     assert passes[0] != passes[1] != passes[2] != rows
-    assert grpo.pick_rows(rows, 0, 37, 2) != passes[0]
+    assert grpo_tools.pick_rows(rows, 0, 37, 2) != passes[0]
 
 
 @pytest.mark.parametrize("start, count", [(0, 7), (3, 4), (5, 4), (9, 30), (34, 1)])
 def test_any_window_is_a_slice_of_the_whole_sequence(start, count):
     rows = list("abcdefg")
-    sequence = [row for epoch in range(8) for row in grpo.pick_rows(rows, 7 * epoch, 7, 5)]
-    assert grpo.pick_rows(rows, start, count, 5) == sequence[start : start + count]
+    sequence = [row for epoch in range(8) for row in grpo_tools.pick_rows(rows, 7 * epoch, 7, 5)]
+    assert grpo_tools.pick_rows(rows, start, count, 5) == sequence[start : start + count]
 
 
 # ---- pairs
@@ -646,7 +649,7 @@ def test_make_rebuilds_embedded_data_of_different_prompts_and_right_answers(tmp_
     assert len(rows) == sum(counts) == len({row["prompt"] for row in rows})
     for row in rows:
         answer = str(sum(map(int, row["prompt"].removesuffix("=").split("+"))))
-        assert row.get("answer") == answer or grpo.reward_fn(row["completion"], answer) == 1.0
+        assert row.get("answer") == answer or grpo_tools.reward_fn(row["completion"], answer) == 1.0
 
 
 def kind_of(prompt, completion):

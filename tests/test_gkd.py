@@ -31,7 +31,7 @@ from torch.testing import assert_close
 from transformers import CohereConfig, Gemma2Config
 
 import gkd
-import grpo
+import ppo_rlhf
 
 pytestmark = pytest.mark.usefixtures("alone")
 TEACHER = ROOT / "models" / "tiny-teacher"
@@ -157,7 +157,7 @@ def test_reverse_kl_is_the_expectation_of_what_sampled_tokens_would_give():
     lengths = torch.full_like(rows["lengths"], MAX_LENGTH)  # one divisor, because a length depends on what follows
     chances = rows["probabilities"].detach()
     divergences, logprobs, _ = compare(rows["model"], teacher, batch, divergence="reverse_kl")
-    teacher_logprobs, _ = grpo.token_logprobs(teacher, *rows["inputs"], TEMPERATURE)
+    teacher_logprobs, _ = ppo_rlhf.token_logprobs(teacher, *rows["inputs"], TEMPERATURE)
     sampled = ((logprobs - teacher_logprobs).detach() * logprobs).sum(1)
     exact = gradient_of(rows["model"], (chances * divergences.sum(1) / lengths).sum())
     assert relative_error(gradient_of(rows["model"], (chances * sampled / lengths).sum()), exact) < 1e-9
@@ -179,7 +179,9 @@ def teacher():
 def test_tokens_are_compared_as_each_sequence_alone_would_be(batch, teacher):
     model = build_model("llama")
     divergences, logprobs, entropies = compare(model, teacher, batch, divergence="jsd", jsd_beta=0.3)
-    expected_logprobs, expected_entropies = grpo.token_logprobs(model, *(batch[name] for name in NAMES), TEMPERATURE)
+    expected_logprobs, expected_entropies = ppo_rlhf.token_logprobs(
+        model, *(batch[name] for name in NAMES), TEMPERATURE
+    )
     assert_close(logprobs, expected_logprobs, rtol=1e-9, atol=1e-12)
     assert_close(entropies, expected_entropies, rtol=1e-9, atol=1e-12)
     for found, row in zip(divergences, zip(*(batch[name] for name in NAMES))):
@@ -395,10 +397,10 @@ def test_the_embedded_teacher_is_what_grpo_made():
     """models/tiny-teacher is what grpo.py's default command leaves, and the default of gkd.py."""
     args = parse(gkd)
     assert args.teacher == str(TEACHER)
-    model, tokenizer = load(grpo, TEACHER)
+    model, tokenizer = load(ppo_rlhf, TEACHER)
     rows = read_jsonl(ROOT / "data" / "addition" / "test.jsonl")[:128]
-    prompts = [{"prompt_ids": grpo.encode_prompt(tokenizer, [user(row["prompt"])], None)} for row in rows]
-    prompt_ids, prompt_mask = grpo.pad_left(prompts, "cpu")
-    ids, mask, _ = grpo.generate(model, prompt_ids, prompt_mask, 48, 0.0, [5])
+    prompts = [{"prompt_ids": ppo_rlhf.encode_prompt(tokenizer, [user(row["prompt"])], None)} for row in rows]
+    prompt_ids, prompt_mask = ppo_rlhf.pad_left(prompts, "cpu")
+    ids, mask, _ = ppo_rlhf.generate(model, prompt_ids, prompt_mask, 48, 0.0, [5])
     texts = [tokenizer.decode(row[kept.bool()][:-1]) for row, kept in zip(ids, mask)]
-    assert sum(grpo.is_correct(text, row["answer"]) for text, row in zip(texts, rows)) / len(rows) > 0.95
+    assert sum(ppo_rlhf.is_correct(text, row["answer"]) for text, row in zip(texts, rows)) / len(rows) > 0.95

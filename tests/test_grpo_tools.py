@@ -1,18 +1,18 @@
 """A tool's replies are outside the loss and inside the context: python -m pytest tests/test_grpo_tools.py"""
 
 import itertools
+import math
 import re
 
 import helpers
 import pytest
 import tiny
 import torch
-from helpers import each_invariance, gradient_of
-from tiny import ROOT, TINY, build_model, load, pad_right, read_jsonl, record, relative_error
+from helpers import cases_of, each_invariance, gradient_of, tensor
+from tiny import ROOT, TINY, build_model, load, pad_right, read_jsonl, record, relative_error, shares_changed
 from torch.testing import assert_close
 from two_ranks import gradient_of_parameters
 
-import grpo
 import grpo_tools
 
 # ---- by hand: the calculator
@@ -231,6 +231,48 @@ def test_expected_gradient_is_that_of_the_expected_reward():
 # ---- the loss and what does not matter
 
 
+def test_loss_gradient_and_metrics_by_hand():
+    # Ratios are clipped to 0.8 .. 1.2; -min(r A, clip(r) A) for each token, then the mean over the three tokens.
+    loss = (-2.4 - 2.4 - 1.0) / 3 + (1.5 + 0.8 + 1.0) / 3
+    gradient = [[0.0, 0.0, -1 / 3, 0.0], [0.5, 0.0, 1 / 3, 0.0]]  # -r A where not clipped
+    metrics = {"policy/approx_kl": helpers.APPROX_KL, "policy/clip_fraction_low": 1, "policy/clip_fraction_high": 2}
+    helpers.check_by_hand(grpo_tools, loss, gradient, metrics)
+
+
+def test_advantages_by_hand():
+    """A group of rewards 1, 0, 0, 1 has mean 1/2 and standard deviation √(1/3); 1, 0, 0, 0 has 1/4 and 1/2."""
+    advantages = grpo_tools.compute_advantages(tensor([1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0]), 4)
+    half = 0.5 / (math.sqrt(1 / 3) + 1e-4)
+    quarter = 0.25 / (0.5 + 1e-4)
+    expected = tensor([half, -half, -half, half, 3 * quarter, -quarter, -quarter, -quarter])
+    assert_close(advantages, expected)
+
+
+@pytest.mark.parametrize("case", cases_of("grpo_trl", beta=0) + cases_of("grpo_oat", beta=0))
+def test_loss_and_gradient_are_those_of_others(case):
+    helpers.check_loss_of_others(grpo_tools, case)
+
+
+def test_advantages_are_those_of_trl():
+    helpers.check_advantages_of_others(grpo_tools.compute_advantages, "trl_group", rtol=1e-6)
+
+
+def test_expected_gradient_divides_by_the_length():
+    """So it is not that of the expected reward."""
+    rows = helpers.enumerate_rows()
+    found = helpers.expected_gradient(grpo_tools, rows["advantages"])
+    objective = (rows["probabilities"] * rows["advantages"] / rows["lengths"]).sum()
+    assert relative_error(found, gradient_of(rows["model"], objective)) < 1e-9
+    assert torch.cosine_similarity(found, helpers.true_gradient(), dim=0) < 0.9999
+
+
+def test_expected_gradient_of_groups_of_two():
+    """Division by the standard deviation turns it away from the gradient of the expected reward."""
+    helpers.check_gradient_of_groups_of_two(grpo_tools, over_lengths=True)
+    found = helpers.gradient_of_pairs(grpo_tools, grpo_tools.compute_advantages)
+    assert torch.cosine_similarity(found, helpers.true_gradient(), dim=0) < 0.9999
+
+
 def test_where_the_clip_stops_the_gradient():
     helpers.check_clip(grpo_tools)
 
@@ -271,18 +313,20 @@ def test_tokens_of_the_tool_have_no_part_in_loss_gradient_or_metrics():
 SIZES = {"prompts_per_step": 4, "group_size": 4, "minibatch_size": 8, "dataset": ROOT / "data/addition/test.jsonl"}
 
 
-def test_without_replies_it_is_grpo_without_kl_bit_for_bit(monkeypatch, tmp_path):
+def test_the_default_run_cut_short_learns_without_replies(monkeypatch, tmp_path):
     monkeypatch.setattr(grpo_tools, "tool_fn", lambda _: "")
-    runs = []
-    for script in (grpo, grpo_tools):
-        folder = tmp_path / script.__name__
-        lines = helpers.train(script, folder, num_steps=2, eval_prompts=8, kl_coef=0.0, **SIZES)
-        kept = []
-        for line in lines:
-            own = ("perf/", "rollout/tool", "rollout/calls")
-            kept.append({key: value for key, value in line.items() if not key.startswith(own)})
-        runs.append((kept, (folder / "checkpoint" / "model.safetensors").read_bytes()))
-    assert runs[0] == runs[1]
+    torch.manual_seed(0)
+    settings = {"num_steps": 16, "eval_every": 16, "eval_prompts": 64, "save_every": 16, "seed": 11}
+    lines = helpers.train(grpo_tools, tmp_path / "run", **settings)
+    first, last = lines[0], lines[-1]
+    assert last["eval/accuracy"] > first["eval/accuracy"] + 0.1
+    assert last["eval/pass@1"] > first["eval/pass@1"] + 0.05
+    rewards = [line["reward/mean"] for line in lines[1:]]
+    assert sum(rewards[-5:]) > sum(rewards[:5])
+    assert last["rollout/length_mean"] > lines[1]["rollout/length_mean"]
+    assert all(line["policy/approx_kl"] > 0 for line in lines[1:])  # the second minibatch is off-policy
+    assert last["rollout/calls"] == last["rollout/tool_use"] == last["rollout/tool_tokens"] == 0
+    assert min(shares_changed(tmp_path / "run" / "checkpoint")) > 0.5  # rows of unused tokens stay
 
 
 def test_how_often_the_tool_was_used_by_hand(monkeypatch, tmp_path):

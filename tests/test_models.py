@@ -43,7 +43,7 @@ from transformers import (
 
 import dpo
 import gkd
-import grpo
+import grpo_tools
 import models
 import ppo_rlhf
 import reward_model
@@ -60,13 +60,13 @@ def folder(tmp_path):
 
 
 def prepare(model, **settings):
-    return grpo.prepare_model(grpo.LogprobModel(model), make_args(**{"precision": "float32"} | settings), CPU)
+    return ppo_rlhf.prepare_model(grpo_tools.LogprobModel(model), make_args(**{"precision": "float32"} | settings), CPU)
 
 
 def save(model, tokenizer, folder):
     """The checkpoint of a run in this folder."""
-    policy = grpo.LogprobModel(model)
-    grpo.save(folder, policy, torch.optim.AdamW(policy.parameters()), tokenizer, 1)
+    policy = grpo_tools.LogprobModel(model)
+    ppo_rlhf.save(folder, policy, torch.optim.AdamW(policy.parameters()), tokenizer, 1)
     return folder / "checkpoint"
 
 
@@ -78,9 +78,9 @@ def test_what_ends_a_turn_is_sampled_trained_compared_and_saved(form, tmp_path):
     special, template = FORMS[form]
     tokenizer = make_tokenizer(special, template)
     end_of_text, end_of_turn = tokenizer.convert_tokens_to_ids(special[:2])
-    model, tokenizer = load(grpo, make_folder(tmp_path / "model", tokenizer))
+    model, tokenizer = load(ppo_rlhf, make_folder(tmp_path / "model", tokenizer))
     stop_ids = sorted([end_of_text, end_of_turn])
-    assert grpo.find_turn_end(tokenizer) == end_of_turn
+    assert ppo_rlhf.find_turn_end(tokenizer) == end_of_turn
     assert model.generation_config.eos_token_id == stop_ids
     # sft.py trains it and nothing after it; dpo.py compares completions that end in it.
     expected = [*tokenizer.encode("2"), end_of_turn]
@@ -96,7 +96,7 @@ def test_what_ends_a_turn_is_sampled_trained_compared_and_saved(form, tmp_path):
 
 def test_without_an_end_of_a_turn_it_is_the_end_of_text_and_texts_of_turns_are_refused(tmp_path):
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    model, tokenizer = load(grpo, make_folder(tmp_path / "model", make_tokenizer(["<eos>"], template)))
+    model, tokenizer = load(ppo_rlhf, make_folder(tmp_path / "model", make_tokenizer(["<eos>"], template)))
     assert model.generation_config.eos_token_id == [tokenizer.eos_token_id]
     with pytest.raises(ValueError, match="the chat template writes no stop token after"):
         sft.read_chat({"prompt": "1+1=", "completion": "2"}, tokenizer, sft.Args())
@@ -139,14 +139,17 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("script", [grpo, reward_model])
+@pytest.mark.parametrize("script", [ppo_rlhf, reward_model])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_folder_with_something_wrong_is_not_trained(script, fault, folder, tmp_path):
     break_it, message = FAULTS[fault]
     break_it(folder)
     with pytest.raises((Exception, SystemExit), match=message):
-        script.main(make_main_args(script, tmp_path, model=folder, run_dir=tmp_path / "run"))
-    seen_late = script is grpo and fault in ("nan", "other tokenizer")  # while it samples
+        settings = {"model": folder, "run_dir": tmp_path / "run"} | (
+            {"reward_model": "none"} if script is ppo_rlhf else {}
+        )
+        script.main(make_main_args(script, tmp_path, **settings))
+    seen_late = script is ppo_rlhf and fault in ("nan", "other tokenizer")  # while it samples
     assert not (tmp_path / "run" / ("state" if seen_late else "")).exists()
 
 
@@ -162,10 +165,11 @@ def test_a_model_whose_head_is_not_as_expected_is_refused(script):
 
 
 def test_sampling_from_another_policy_ends_the_run_unsaved(tmp_path, monkeypatch):
-    sample_tokens = grpo.sample_tokens
-    monkeypatch.setattr(grpo, "sample_tokens", lambda logits, temperature: sample_tokens(logits / 4, temperature))
+    sample_tokens = ppo_rlhf.sample_tokens
+    monkeypatch.setattr(ppo_rlhf, "sample_tokens", lambda logits, temperature: sample_tokens(logits / 4, temperature))
     with pytest.raises(SystemExit, match=r"sampling and training disagree about log-probabilities \(KL [0-9.]+ per"):
-        grpo.main(make_main_args(grpo, tmp_path, save_every=1, run_dir=tmp_path / "run"))
+        settings = {"save_every": 1, "reward_model": "none", "run_dir": tmp_path / "run"}
+        ppo_rlhf.main(make_main_args(ppo_rlhf, tmp_path, **settings))
     assert not (tmp_path / "run" / "state").exists()
 
 
@@ -173,7 +177,7 @@ def test_only_a_small_model_computes_with_one_thread(monkeypatch):
     for count, expected in ((10_000_000, 2), (9_999_999, 1)):
         monkeypatch.setattr(transformers.PreTrainedModel, "num_parameters", lambda _, count=count: count)
         torch.set_num_threads(2)
-        load(grpo, TINY)
+        load(ppo_rlhf, TINY)
         assert torch.get_num_threads() == expected
 
 
@@ -182,7 +186,7 @@ def test_dropout_is_off_while_it_trains(folder):
         n_embd=16, n_layer=2, n_head=2, attn_pdrop=0.5, resid_pdrop=0.5, vocab_size=29, pad_token_id=0, eos_token_id=5
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    model, _ = load(grpo, folder)
+    model, _ = load(ppo_rlhf, folder)
     batch, policy = make_batch(model), prepare(model, gradient_checkpointing=True)
     first, second = (policy(batch, 1.0)[0] for _ in range(2))
     assert first.requires_grad
@@ -201,9 +205,9 @@ def test_special_tokens_of_a_completion_are_seen_but_for_those_that_end_it(monke
     config = SimpleNamespace(eos_token_id=tokenizer.convert_tokens_to_ids(["<eos>", "<stop>"]))
     model = SimpleNamespace(device="cpu", generation_config=config)
     policy = SimpleNamespace(model=model, modules=list)
-    monkeypatch.setattr(grpo, "generate", lambda *_: (ids, mask, mask.float()))
+    monkeypatch.setattr(ppo_rlhf, "generate", lambda *_: (ids, mask, mask.float()))
     prompts = [{"prompt_ids": tokenizer.encode("1+1=")}] * 2
-    _, texts = grpo.sample_completions(policy, tokenizer, prompts, 1.0, grpo.Args())
+    _, texts = ppo_rlhf.sample_completions(policy, tokenizer, prompts, 1.0, ppo_rlhf.Args())
     assert texts == [r"<think>\boxed{5}</think>\boxed{6}", "<bos><think>7<pad>8"]
 
 
@@ -216,21 +220,21 @@ def test_a_bare_prompt_does_not_end_in_the_stop_token_that_the_tokenizer_appends
     prompt, completion = (tokenizer.encode(text, add_special_tokens=False) for text in ("1+1=", "2"))
     assert tokenizer.encode("1+1=") == [bos, *prompt, eos]
     chat = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
-    assert grpo.encode_prompt(tokenizer, chat[:1], None) == [bos, *prompt]
+    assert ppo_rlhf.encode_prompt(tokenizer, chat[:1], None) == [bos, *prompt]
     assert sft.encode_completion(tokenizer, [bos, *prompt], chat, None) == [*completion, eos]
 
 
 def test_a_generation_config_that_could_not_be_saved_anew_is_no_fault(folder, tmp_path):
     given = {"temperature": 0.6, "num_beams": 4, "length_penalty": 0.5, "early_stopping": True, "pad_token_id": -1}
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7], **given}))
-    model, tokenizer = load(grpo, folder)
+    model, tokenizer = load(ppo_rlhf, folder)
     checkpoint = save(model, tokenizer, tmp_path)
     saved = json.loads((checkpoint / "generation_config.json").read_text())
     assert saved["eos_token_id"] == [5, 7]
     assert not {*given} & {*saved}
 
 
-@pytest.mark.parametrize("load_part", [lambda folder: load(grpo, folder)[0], reward_model.load_reward_model])
+@pytest.mark.parametrize("load_part", [lambda folder: load(ppo_rlhf, folder)[0], reward_model.load_reward_model])
 def test_a_pad_token_that_is_in_use_is_trained(load_part, folder):
     """As SmolLM2's, which ends every turn: nn.Embedding gives the row of its padding_idx no gradient."""
     gradients = []
@@ -258,7 +262,7 @@ def with_adapters(kind="llama", rank=3, dtype=torch.float64, moved=True):
     """A model whose adapters have been trained a little, unless they are not moved; without any at rank 0."""
     model = build_model(CONFIGS[kind], dtype=dtype)
     if rank:
-        grpo.add_adapters(model, rank)
+        ppo_rlhf.add_adapters(model, rank)
     model.to(dtype)
     generator = torch.Generator().manual_seed(5)
     for name, parameter in model.named_parameters():
@@ -268,7 +272,7 @@ def with_adapters(kind="llama", rank=3, dtype=torch.float64, moved=True):
 
 
 def logprobs_of(model, batch):
-    return grpo.token_logprobs(model, *(batch[key] for key in INPUTS), 0.7)[0]
+    return ppo_rlhf.token_logprobs(model, *(batch[key] for key in INPUTS), 0.7)[0]
 
 
 def test_adapters_change_nothing_at_first_and_are_all_that_is_trained():
@@ -288,12 +292,12 @@ def test_adapters_change_nothing_at_first_and_are_all_that_is_trained():
 
 def test_a_model_without_linear_layers_gets_no_adapters():
     with pytest.raises(SystemExit, match="^--lora-rank: the blocks of GPT2LMHeadModel have none of the layers"):
-        grpo.add_adapters(build_model("gpt2"), 3)
+        ppo_rlhf.add_adapters(build_model("gpt2"), 3)
 
 
 def test_routers_that_are_linear_layers_get_no_adapters():
     model = build("phimoe", {})
-    grpo.add_adapters(model, 2)
+    ppo_rlhf.add_adapters(model, 2)
     assert {type(layer).__name__ for layer in model.modules() if hasattr(layer, "lora_a")} == {"LoraLinear"}
     assert "PhimoeTopKRouter" in {type(layer).__name__ for layer in model.modules()}
 
@@ -324,10 +328,10 @@ def test_the_reference_is_the_model_without_adapters_to_the_last_bit(kind, ranks
     for moved in (False, True):
         model = with_adapters(kind, dtype=torch.float32, moved=moved)
         with monkeypatch.context() as patch:
-            patch.setattr(grpo, "WORLD_SIZE", ranks)  # sharded as on so many, on one
+            patch.setattr(ppo_rlhf, "WORLD_SIZE", ranks)  # sharded as on so many, on one
             policy = prepare(model, precision=precision)
-        passes = (policy, partial(grpo.without_adapters, policy), policy)
-        found += [grpo.compute_logprobs(which, batch, [torch.arange(8)], args) for which in passes]
+        passes = (policy, partial(ppo_rlhf.without_adapters, policy), policy)
+        found += [ppo_rlhf.compute_logprobs(which, batch, [torch.arange(8)], args) for which in passes]
     before, ref, again, moved, moved_ref, moved_again = found
     assert torch.equal(before, again) and torch.equal(moved, moved_again)  # the adapters are on again
     assert torch.equal(before, ref) and torch.equal(ref, moved_ref)
@@ -353,7 +357,7 @@ def test_checkpoints_are_ordinary_folders_of_one_dtype(kind, precision, toleranc
     before, _ = policy(batch, 0.7)
     optimizer = torch.optim.AdamW(policy.parameters(), fused=True)
     model.config_file = {}
-    grpo.save(tmp_path, policy, optimizer, tokenizer, 1)
+    ppo_rlhf.save(tmp_path, policy, optimizer, tokenizer, 1)
     saved = load_file(tmp_path / "checkpoint" / "model.safetensors")
     assert saved.keys() == plain.state_dict().keys() - ({"lm_head.weight"} if kind == "tied" else set())
     assert {value.dtype for value in saved.values()} == {torch.float32}
@@ -395,10 +399,10 @@ def test_gradient_checkpointing_changes_no_gradient(rank, precision):
 
 @pytest.mark.parametrize("rank", [0, 3])
 def test_gradients_are_freed_after_each_step(rank):
-    policy = grpo.LogprobModel(with_adapters(rank=rank, dtype=torch.float32))
+    policy = grpo_tools.LogprobModel(with_adapters(rank=rank, dtype=torch.float32))
     optimizer = torch.optim.AdamW(policy.parameters(), fused=True)
     logprobs_of(policy.model, make_batch(policy.model)).sum().backward()
-    assert grpo.step_optimizer(policy, optimizer, 1e-3, 1.0) > 0
+    assert ppo_rlhf.step_optimizer(policy, optimizer, 1e-3, 1.0) > 0
     assert all(parameter.grad is None for parameter in policy.parameters())
 
 
@@ -527,7 +531,7 @@ def make_prompts():
     """Six prompts of lengths 1 to 9, the last two equal, padded on the left."""
     generator = torch.Generator().manual_seed(7)
     prompts = [torch.randint(6, 47, (length,), generator=generator).tolist() for length in (3, 9, 1, 5, 6)]
-    return grpo.pad_left([{"prompt_ids": ids} for ids in [*prompts, prompts[-1]]], "cpu")
+    return ppo_rlhf.pad_left([{"prompt_ids": ids} for ids in [*prompts, prompts[-1]]], "cpu")
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -536,7 +540,7 @@ def test_training_forward_and_gradient_are_those_of_each_sequence_alone(name):
     completion_mask = (torch.arange(8) < torch.tensor([[1], [4], [8], [3], [7], [2]])).long()
     completion_ids = torch.randint(47, completion_mask.shape, generator=torch.Generator().manual_seed(1))
     inputs = (*make_prompts(), completion_ids, completion_mask)
-    logprobs, _ = grpo.token_logprobs(model, *inputs, 1.0)
+    logprobs, _ = ppo_rlhf.token_logprobs(model, *inputs, 1.0)
     expected = torch.zeros_like(logprobs)
     for row, (ids, mask, completion, length) in enumerate(zip(*inputs[:3], completion_mask.sum(1))):
         whole = torch.cat([ids[mask == 1], completion[:length]])
@@ -557,8 +561,8 @@ def sample_and_train(model):
     """Samples' mask, and their log-probabilities as they were sampled and as they are trained."""
     prompts = make_prompts()
     torch.manual_seed(0)
-    ids, mask, sampled = grpo.generate(model, *prompts, 12, 1.0, STOP_IDS)
-    return mask, sampled, grpo.token_logprobs(model, *prompts, ids, mask, 1.0)[0]
+    ids, mask, sampled = ppo_rlhf.generate(model, *prompts, 12, 1.0, STOP_IDS)
+    return mask, sampled, ppo_rlhf.token_logprobs(model, *prompts, ids, mask, 1.0)[0]
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -577,7 +581,7 @@ def assert_saved(model, folder):
     checkpoint = save(model, tokenizer, folder)
     ids = torch.arange(6, 12).unsqueeze(0)
     expected = model(input_ids=ids, use_cache=False).logits
-    for loaded in (AutoModelForCausalLM.from_pretrained(checkpoint), grpo.load_model(checkpoint, tokenizer)):
+    for loaded in (AutoModelForCausalLM.from_pretrained(checkpoint), ppo_rlhf.load_model(checkpoint, tokenizer)):
         assert type(loaded) is type(model)
         assert torch.equal(loaded(input_ids=ids, use_cache=False).logits, expected)
 
@@ -587,7 +591,7 @@ def assert_saved(model, folder):
 def test_a_checkpoint_is_the_model(name, tmp_path):
     model = build(name, SETTINGS[name])
     model.save_pretrained(tmp_path / "model")
-    assert_saved(grpo.load_model(tmp_path / "model", AutoTokenizer.from_pretrained(TINY)), tmp_path)
+    assert_saved(ppo_rlhf.load_model(tmp_path / "model", AutoTokenizer.from_pretrained(TINY)), tmp_path)
 
 
 TEXT = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8}
@@ -612,7 +616,7 @@ def test_a_checkpoint_of_a_model_that_reads_images_loads_again(name, tmp_path, c
     torch.manual_seed(0)
     AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(TINY)
-    model = grpo.load_model(tmp_path / "model", tokenizer)
+    model = ppo_rlhf.load_model(tmp_path / "model", tokenizer)
     said = "its language model, Qwen3_5ForCausalLM, is trained and saved" in capsys.readouterr().out
     assert said == (name == "qwen3_5")
     save(model, tokenizer, tmp_path)
@@ -625,7 +629,7 @@ def test_a_model_that_only_reads_images_is_named_in_one_line(tmp_path):
     config = AutoConfig.for_model("qwen2_5_vl", text_config=TEXT, vision_config=QWEN_VISION)
     config.save_pretrained(tmp_path)
     with pytest.raises(SystemExit, match=f"^{tmp_path} is no causal language model .*AutoModelForCausalLM") as caught:
-        grpo.load_model(tmp_path, AutoTokenizer.from_pretrained(TINY))
+        ppo_rlhf.load_model(tmp_path, AutoTokenizer.from_pretrained(TINY))
     assert "\n" not in str(caught.value)
 
 
@@ -639,22 +643,22 @@ WITH_BLOCKS = [(name, 0) for name in SETTINGS if name not in WITHOUT_BLOCKS]
 def test_in_bfloat16_sampler_policy_and_reference_agree(name, rank):
     plain, trained, frozen = (build(name, SETTINGS[name]) for _ in range(3))
     for model in (plain, trained, frozen) if rank else ():
-        grpo.add_adapters(model, rank)
+        ppo_rlhf.add_adapters(model, rank)
         for key, weight in model.named_parameters():
             weight.data += 0.02 * ("lora_b" in key)
     policy = prepare(trained, precision="bfloat16")
     ref = prepare(frozen.requires_grad_(False), precision="bfloat16")
     prompts = make_prompts()
     torch.manual_seed(0)
-    with grpo.gathered(policy) as sampler:
-        *completions, sampled = grpo.generate(sampler, *prompts, 8, 1.0, STOP_IDS)
+    with ppo_rlhf.gathered(policy) as sampler:
+        *completions, sampled = ppo_rlhf.generate(sampler, *prompts, 8, 1.0, STOP_IDS)
     batch = dict(zip(INPUTS, [*prompts, *completions]))
     with torch.no_grad():
         assert torch.equal(policy(batch, 1.0)[0], ref(batch, 1.0)[0])
     logprobs, _ = policy(batch, 1.0)
     log_weights = (logprobs - sampled).detach().double()
     assert (log_weights.expm1() - log_weights).sum() < 1e-4 * completions[1].sum()  # at six times the usual weights
-    exact, _ = grpo.token_logprobs(plain, *batch.values(), 1.0)
+    exact, _ = ppo_rlhf.token_logprobs(plain, *batch.values(), 1.0)
     assert (logprobs - exact).abs().max() > 1e-3  # which is rounding
     logprobs.sum().backward()
     gradients = [parameter.grad for parameter in policy.parameters() if parameter.grad is not None]
@@ -685,12 +689,12 @@ SMOLLM2 = ROOT / "models" / "smollm2"
 
 @pytest.mark.skipif(not (SMOLLM2 / "model.safetensors").exists(), reason="models/smollm2/make.py was not run")
 def test_a_real_model_answers_and_its_log_probabilities_are_those_of_its_samples():
-    model, tokenizer = load(grpo, SMOLLM2)
+    model, tokenizer = load(ppo_rlhf, SMOLLM2)
     stop_ids = model.generation_config.eos_token_id
-    ids = grpo.encode_prompt(tokenizer, grpo.as_messages("What is the capital of France?", "user"), None)
-    grpo.check_model(model, make_args())
-    prompt = grpo.pad_left([{"prompt_ids": ids}], "cpu")
-    completion_ids, mask, _ = grpo.generate(model, *prompt, 16, 0.0, stop_ids)
+    ids = ppo_rlhf.encode_prompt(tokenizer, ppo_rlhf.as_messages("What is the capital of France?", "user"), None)
+    ppo_rlhf.check_model(model, make_args())
+    prompt = ppo_rlhf.pad_left([{"prompt_ids": ids}], "cpu")
+    completion_ids, mask, _ = ppo_rlhf.generate(model, *prompt, 16, 0.0, stop_ids)
     completion = completion_ids[0][mask[0].bool()].tolist()
     assert tokenizer.decode(completion, skip_special_tokens=True) == "The capital of France is Paris."
     assert completion[-1] in stop_ids

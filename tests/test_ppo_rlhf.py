@@ -206,7 +206,7 @@ def test_expected_gradient_is_exact_with_exact_values(kl_coef, gae_lambda):
     rewards = token_rewards(scores, logprobs.detach(), ref_logprobs, mask, kl_coef)
     values = exact_values(rows, rewards)
     weights = probabilities.detach().unsqueeze(1)
-    for used_values in (values, values.sin() + 1):
+    for used_values in (values, values.sin() + 1, torch.zeros_like(values)):
         advantages, _ = compute_advantages(rewards, used_values, mask, 1.0, gae_lambda)
         found = helpers.expected_gradient(ppo_rlhf, advantages, weights=weights)
         error = relative_error(found, gradient_of(model, objective))

@@ -17,7 +17,8 @@ from tiny import (
 from torch.distributed.tensor import DTensor
 
 import dpo
-import grpo
+import grpo_tools
+import ppo_rlhf
 import sft
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -33,12 +34,12 @@ KINDS = {
 def make_model(kind="llama", rank=0):
     model = build_model(KINDS[kind], dtype=torch.float32, scale=2.0)
     if rank:
-        grpo.add_adapters(model, rank)
+        ppo_rlhf.add_adapters(model, rank)
     return model
 
 
 def prepare(model, precision="bfloat16"):
-    return grpo.prepare_model(grpo.LogprobModel(model), make_args(precision=precision), CPU)
+    return ppo_rlhf.prepare_model(grpo_tools.LogprobModel(model), make_args(precision=precision), CPU)
 
 
 def whole(weight):
@@ -80,7 +81,7 @@ def test_gradients_agree_with_float32_within_the_error_of_bfloat16_whatever_the_
     for precision, budget in (("float32", 999), ("bfloat16", 999), ("bfloat16", 1)):
         policy = prepare(make_model(kind), precision)
         args = make_args(microbatch_tokens=budget)
-        grpo.accumulate_gradients(policy, batch, torch.arange(8), 8, args)
+        grpo_tools.accumulate_gradients(policy, batch, torch.arange(8), 8, args)
         gradients.append(torch.cat([whole(parameter.grad).flatten() for parameter in policy.parameters()]))
     exact, one, many = gradients
     assert 1e-4 < relative_error(one, exact) < 0.03
@@ -100,13 +101,13 @@ def test_the_processor_computes_where_torch_would_shard_on_another_device(monkey
 def test_ranks_add_their_gradients_in_float32(monkeypatch):
     """As they are told to: on one rank there is nothing to add, and on two the error is that of bfloat16 anyway."""
     given = []
-    fully_shard = grpo.fully_shard
+    fully_shard = ppo_rlhf.fully_shard
 
     def recorded(module, **options):
         given.append(options)
         return fully_shard(module, **options)
 
-    monkeypatch.setattr(grpo, "fully_shard", recorded)
+    monkeypatch.setattr(ppo_rlhf, "fully_shard", recorded)
     prepare(make_model())
     dtypes = [options["mp_policy"].reduce_dtype for options in given if "mp_policy" in options]
     assert dtypes == [torch.float32] * 2
@@ -114,7 +115,7 @@ def test_ranks_add_their_gradients_in_float32(monkeypatch):
 
 @pytest.mark.parametrize("trained", [True, False])
 def test_nothing_stays_gathered_after_a_forward_pass_without_gradient(trained, monkeypatch):
-    monkeypatch.setattr(grpo, "WORLD_SIZE", 2)  # sharded as on two, on one
+    monkeypatch.setattr(ppo_rlhf, "WORLD_SIZE", 2)  # sharded as on two, on one
     policy = prepare(make_model().requires_grad_(trained), "float32")
     with torch.no_grad():
         policy(make_batch(make_model()), 0.7)
@@ -132,7 +133,7 @@ def test_the_sampler_has_what_was_trained_rounded_in_its_blocks_and_leaves_nothi
         for parameter in policy.parameters():
             parameter.data.add_(change * parameter.requires_grad)
         trained = weights_of(policy.model)
-        with grpo.gathered(policy) as sampler:
+        with ppo_rlhf.gathered(policy) as sampler:
             for name, weight in sampler.named_parameters():
                 dtype = getattr(torch, precision) if ".layers." in name else torch.float32
                 assert not isinstance(weight, DTensor)
@@ -149,8 +150,8 @@ def test_the_sampler_has_the_log_probabilities_of_the_policy_to_the_last_bit(kin
     policy = prepare(make_model(kind, rank))
     batch = make_batch(make_model(kind))
     with torch.no_grad():
-        with grpo.gathered(policy) as sampler:
-            found = grpo.LogprobModel(sampler)(batch, 0.7)
+        with ppo_rlhf.gathered(policy) as sampler:
+            found = grpo_tools.LogprobModel(sampler)(batch, 0.7)
         assert all(map(torch.equal, found, policy(batch, 0.7)))
 
 
@@ -161,9 +162,9 @@ def test_what_the_sampler_decodes_has_nearly_the_log_probabilities_of_the_policy
     policy = prepare(make_model(kind))
     policy.model.set_attn_implementation(attention)
     torch.manual_seed(1)
-    prompts = grpo.pad_left([{"prompt_ids": ids} for ids in ([3, 4, 5, 6, 7, 8], [9], [2, 3])] * 20, CPU)
-    with grpo.gathered(policy) as sampler:
-        *completions, sampler_logprobs = grpo.generate(sampler, *prompts, 12, 1.0, [1])
+    prompts = ppo_rlhf.pad_left([{"prompt_ids": ids} for ids in ([3, 4, 5, 6, 7, 8], [9], [2, 3])] * 20, CPU)
+    with ppo_rlhf.gathered(policy) as sampler:
+        *completions, sampler_logprobs = ppo_rlhf.generate(sampler, *prompts, 12, 1.0, [1])
     with torch.no_grad():
         logprobs, _ = policy(dict(zip(INPUTS, [*prompts, *completions])), 1.0)
     log_weights = logprobs - sampler_logprobs
@@ -230,7 +231,7 @@ def movement(stored, rate, steps):
     for _ in range(steps):
         for weight in policy.parameters():
             weight.grad = torch.ones_like(weight)
-        grpo.step_optimizer(policy, optimizer, rate, float("inf"))
+        ppo_rlhf.step_optimizer(policy, optimizer, rate, float("inf"))
     moved = []
     for name, weight in weights_of(policy).items():
         if ".layers." in name:
@@ -246,7 +247,7 @@ def test_small_steps_move_the_rounded_weights_in_the_mean_as_float32_is_moved(st
     assert 0 < movement(stored, 1e-8, 4) < 2 * 4e-8
 
 
-@pytest.mark.parametrize("script, rank", [(grpo, 0), (dpo, 2), (sft, 0)])
+@pytest.mark.parametrize("script, rank", [(grpo_tools, 0), (dpo, 2), (sft, 0)])
 def test_a_resumed_run_equals_an_uninterrupted_one(script, rank, tmp_path):
     settings = {"precision": "bfloat16", "lora_rank": rank}
     if script is sft:
@@ -264,7 +265,7 @@ def test_after_an_error_while_it_samples_the_policy_is_whole():
     """Such as Ctrl-C in a notebook, where the next cell goes on with the same policy."""
     policy, batch = prepare(make_model()), make_batch(make_model())
     before, _ = policy(batch, 0.7)
-    with pytest.raises(KeyboardInterrupt), grpo.gathered(policy):
+    with pytest.raises(KeyboardInterrupt), ppo_rlhf.gathered(policy):
         raise KeyboardInterrupt
     assert all(isinstance(weight, DTensor) for weight in policy.parameters())
     after, _ = policy(batch, 0.7)
@@ -276,9 +277,9 @@ def test_after_an_error_of_the_reference_the_adapters_are_on(monkeypatch):
     for name, weight in policy.named_parameters():
         weight.data += 0.02 * ("lora_b" in name)
     before, _ = policy(batch, 0.7)
-    assert not torch.equal(grpo.without_adapters(policy, batch, 0.7)[0], before)
+    assert not torch.equal(ppo_rlhf.without_adapters(policy, batch, 0.7)[0], before)
     with monkeypatch.context() as patch:
-        patch.setattr(grpo, "token_logprobs", lambda *_: 1 / 0)
+        patch.setattr(grpo_tools, "token_logprobs", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            grpo.without_adapters(policy, batch, 0.7)
+            ppo_rlhf.without_adapters(policy, batch, 0.7)
     assert torch.equal(policy(batch, 0.7)[0], before)

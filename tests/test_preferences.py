@@ -29,7 +29,7 @@ from tiny import (
 from torch.testing import assert_close
 
 import dpo
-import grpo
+import grpo_tools
 import ppo_rlhf
 import reward_model
 import sft
@@ -78,7 +78,7 @@ def test_accumulated_gradient_is_that_of_the_mean_loss(script):
     model, inputs = build_policy(script).model, []
     for name in ("chosen_ids", "rejected_ids"):
         completions = script.pad([pair[name] for pair in PAIRS], "cpu")
-        rows = *grpo.pad_left(PAIRS, "cpu"), *completions
+        rows = *ppo_rlhf.pad_left(PAIRS, "cpu"), *completions
         if script is dpo:
             logprobs = dpo.token_logprobs(model, *rows)
             inputs.append(logprobs.sum(1))
@@ -221,9 +221,9 @@ def test_checkpoints_go_from_script_to_script(tmp_path, monkeypatch):
         *_, line = train(script, tmp_path / script.__name__, **settings)
         assert line["optim/grad_norm"] > 0
     model = tmp_path / "ppo_rlhf" / "checkpoint"
-    [line] = train(grpo, tmp_path / "grpo", model=model, tiny=True, num_steps=0, eval_prompts=8)
-    samples = logged(tmp_path / "grpo", "eval_samples.jsonl")
-    right = [grpo.is_correct(sample["completion"], sample["answer"]) for sample in samples]
+    [line] = train(grpo_tools, tmp_path / "grpo_tools", model=model, tiny=True, num_steps=0, eval_prompts=8)
+    samples = logged(tmp_path / "grpo_tools", "eval_samples.jsonl")
+    right = [grpo_tools.is_correct(sample["completion"], sample["answer"]) for sample in samples]
     assert line["eval/accuracy"] == sum(right) / 8
 
 
@@ -249,7 +249,7 @@ def test_run_killed_once_and_resumed_is_bit_identical(tmp_path, monkeypatch, scr
 RANKS = """
 import importlib, json, sys
 import torch
-from grpo import init_ranks
+from ppo_rlhf import init_ranks
 from tiny import parse
 ranks = init_ranks()
 for name, settings in json.loads(sys.argv[1]).items():

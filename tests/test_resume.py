@@ -22,7 +22,7 @@ import sft
 SHORT = "--num-steps 6 --eval-prompts 4 --eval-every 3 --save-every 2 --warmup-steps 2 --seed 5".split()
 GROUPS = [*SHORT, *"--prompts-per-step 4 --group-size 4 --max-completion-length 16".split()]
 GRPO = [*GROUPS, "--minibatch-size", "8"]
-FLAGS = {"reinforce": GROUPS, "sft": [*SHORT, "--minibatch-size", "8"]}
+FLAGS = {"sft": [*SHORT, "--minibatch-size", "8"]}
 FLAGS["gkd"] = [*SHORT, *"--prompts-per-step 8 --max-completion-length 16".split()]
 ADAPTERS = ["--lora-rank", "2", "--precision", "bfloat16"]
 
@@ -41,37 +41,35 @@ def states_of(run):
 
 def test_killed_and_resumed_run_is_bit_identical(tmp_path):
     """Killed three times; what saves and resumes is the same in every script, as test_copies.py sees to."""
-    flags, run = flags_of("grpo", tmp_path), tmp_path / "run"
-    reference = start("grpo", [*flags, "--run-dir", f"{tmp_path}/reference"])
+    flags, run = flags_of("grpo_tools", tmp_path), tmp_path / "run"
+    reference = start("grpo_tools", [*flags, "--run-dir", f"{tmp_path}/reference"])
     kill = kill_at("accumulate_gradients", "len(calls) == 6")  # in the first step after a save
-    finish(start("grpo", [*flags, "--run-dir", str(run)], kill), -signal.SIGKILL)
+    finish(start("grpo_tools", [*flags, "--run-dir", str(run)], kill), -signal.SIGKILL)
     assert logged(run)[-1]["step"] == 2
     assert states_of(run) == ["00000002"]
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "reward/mean": 0.')  # a line the kill cut short
     before = load_file(run / "checkpoint" / "model.safetensors")
     kill = kill_at("dcp.save")  # the checkpoint is written, the state not yet in its place
-    finish(start("grpo", ["--resume", str(run)], kill), -signal.SIGKILL)
+    finish(start("grpo_tools", ["--resume", str(run)], kill), -signal.SIGKILL)
     assert states_of(run) == ["00000002", "unfinished"]
     after = load_file(run / "checkpoint" / "model.safetensors")
     assert not all(after[name].equal(before[name]) for name in before)  # that of step 4, which is done again
     kill = kill_at("shutil.rmtree", 'str(args[0]).endswith("/checkpoint")')  # the old checkpoint is removed
-    finish(start("grpo", ["--resume", str(run)], kill), -signal.SIGKILL)
+    finish(start("grpo_tools", ["--resume", str(run)], kill), -signal.SIGKILL)
     assert not (run / "checkpoint").exists()
-    finish(start("grpo", ["--resume", str(run)]))
+    finish(start("grpo_tools", ["--resume", str(run)]))
     assert [path.name for path in run.glob("checkpoint*")] == ["checkpoint"]
     assert states_of(run) == ["00000006"]
     finish(reference)
     assert_same_run(run, tmp_path / "reference")
 
 
-@pytest.mark.parametrize("script", ["reinforce", "dr_grpo", "dapo", "gspo", "gkd", "sft"])
+@pytest.mark.parametrize("script", ["gkd", "sft"])
 def test_run_killed_once_and_resumed_is_bit_identical(script, tmp_path, monkeypatch):
     kill_at_call = "5" if script in FLAGS else "10"  # one optimizer step, or two, for each step
     flags = flags_of(script, tmp_path)
-    run, _ = compare_killed_and_resumed(importlib.import_module(script), flags, kill_at_call, tmp_path, monkeypatch)
-    if script == "dapo":
-        assert max(line["rollout/rounds"] for line in logged(run)[5:]) > 1
+    compare_killed_and_resumed(importlib.import_module(script), flags, kill_at_call, tmp_path, monkeypatch)
 
 
 def wait_for_step(run, step, process):
@@ -82,7 +80,7 @@ def wait_for_step(run, step, process):
 
 def test_two_ranks_resume_after_a_kill(tmp_path):
     """The processes that are killed are torchrun and its ranks."""
-    script, reference, run = "dapo", tmp_path / "reference", tmp_path / "run"
+    script, reference, run = "grpo_tools", tmp_path / "reference", tmp_path / "run"
     flags = [*flags_of(script, tmp_path), *ADAPTERS, "--max-completion-length", "12", "--save-every", "1"]
     command = [sys.executable, *"-m torch.distributed.run --standalone --nproc-per-node 2".split()]
     command += [ROOT / f"{script}.py", *flags, "--run-dir", run, "--num-steps", "500"]
@@ -101,25 +99,24 @@ def test_two_ranks_resume_after_a_kill(tmp_path):
     assert [line["step"] for line in lines] == list(range(int(num_steps) + 1))
     for line, other in zip(lines[1:], expected[1:], strict=True):
         assert line["optim/grad_norm"] == pytest.approx(other["optim/grad_norm"], rel=1e-5)
-        assert line.get("rollout/prompts_consumed") == other.get("rollout/prompts_consumed")
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_signal_finishes_the_step_saves_and_prints_how_to_resume(signum, tmp_path):
     run = tmp_path / "run"
-    flags = [*flags_of("grpo", tmp_path), "--run-dir", str(run), "--num-steps", "500", "--save-every", "500"]
-    process = start("grpo", flags)
+    flags = [*flags_of("grpo_tools", tmp_path), "--run-dir", str(run), "--num-steps", "500", "--save-every", "500"]
+    process = start("grpo_tools", flags)
     wait_for_step(run, 1, process)
     process.send_signal(signum)
     output = finish(process, 128 + signum)  # so that a && b does not go on with b
-    assert f"grpo.py --resume {run}\n" in output
+    assert f"grpo_tools.py --resume {run}\n" in output
     last_step = logged(run)[-1]["step"]
     assert last_step < 500
     assert states_of(run) == [f"{last_step:08d}"]
     assert (run / "checkpoint" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("script, function, signum", [("grpo", "load_model", 2), ("dpo", "add_ref_logprobs", 15)])
+@pytest.mark.parametrize("script, function, signum", [("grpo_tools", "load_model", 2), ("dpo", "add_ref_logprobs", 15)])
 def test_signal_before_the_first_step_just_ends_the_process(script, function, signum, tmp_path):
     kill = f"""
 import signal, time

@@ -12,7 +12,6 @@ from torch.nn.functional import pad
 from torch.testing import assert_close
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-import grpo
 import ppo_rlhf
 import reward_model
 
@@ -66,7 +65,7 @@ def test_extreme_margins_stay_finite():
 def test_scores_do_not_depend_on_padding(config):
     """Nor do their gradients; the id that pads stands in prompts and completions, too."""
     model = build_scorer(config)
-    prompt_ids, prompt_mask = grpo.pad_left(PAIRS, "cpu")
+    prompt_ids, prompt_mask = ppo_rlhf.pad_left(PAIRS, "cpu")
     completion_ids, completion_mask = reward_model.pad([pair["chosen_ids"] for pair in PAIRS], "cpu")
     scores = reward_model.sequence_scores(model, prompt_ids, prompt_mask, completion_ids, completion_mask)
     assert scores.std() > 0.1

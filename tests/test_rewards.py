@@ -14,10 +14,8 @@ import torch
 from helpers import train
 from tiny import ROOT, SCRIPTS, read_jsonl, write_jsonl
 
-import dr_grpo
 import gkd
-import grpo
-import grpo_process
+import grpo_tools
 import ppo_rlhf
 
 DATA = ROOT / "tests" / "data"
@@ -41,7 +39,7 @@ def box(text):
 def test_no_wrong_answer_of_the_collection_is_accepted_and_no_more_right_ones_are_refused_than_before():
     wrong_rewards, refused = [], []
     for row in read_jsonl(DATA / "verifier_cases.jsonl"):
-        reward = grpo.reward_fn(row["completion"], row["gold"])
+        reward = grpo_tools.reward_fn(row["completion"], row["gold"])
         if row["expect"] == 0:
             wrong_rewards.append(reward)
         elif reward != 1.0:
@@ -52,7 +50,7 @@ def test_no_wrong_answer_of_the_collection_is_accepted_and_no_more_right_ones_ar
 
 def test_labels_of_gsm8k_solutions():
     rows = read_jsonl(DATA / "gsm8k_solutions_200.jsonl")
-    rewards = [grpo.reward_fn(row["completion"], row["gold"]) for row in rows]
+    rewards = [grpo_tools.reward_fn(row["completion"], row["gold"]) for row in rows]
     assert len(rows) == 200 and rewards == [float(row["label"]) for row in rows]
 
 
@@ -81,7 +79,7 @@ None | <think>\boxed{5}</think> ¦ <think>\boxed{5} ¦ \boxed{5}</think>6 ¦ <th
 None | <think>#### 5</think> ¦ <think><answer>5</answer></think> ¦ #### 5⏎\boxed{4
 """)
 def test_extract_answer(answer, text):
-    assert grpo.extract_answer(text) == answer
+    assert grpo_tools.extract_answer(text) == answer
 
 
 @each_case(r"""
@@ -114,7 +112,7 @@ x^2 | x² ¦ x^2
  |  ¦ ⏎
 """)
 def test_parse_answer(answer, text):
-    parsed = grpo.parse_answer(text)
+    parsed = grpo_tools.parse_answer(text)
     assert parsed == (Fraction(answer) if isinstance(parsed, Fraction) else answer)
 
 
@@ -146,7 +144,7 @@ x₂ | x² ¦ x^2 ¦ x2
 0 |  ¦ . ¦ - ¦ $ ¦ \text{} ¦ nan ¦ None
 """)
 def test_another_answer_is_refused(answer, text):
-    assert grpo.reward_fn(box(text), answer) == 0.0
+    assert grpo_tools.reward_fn(box(text), answer) == 0.0
 
 
 # An answer that is not final, a decimal comma, an outer box that is not closed, a sign before the box, and more than
@@ -166,7 +164,7 @@ def test_another_answer_is_refused(answer, text):
 x | \boxed x=5 ¦ \boxed x+1
 """)
 def test_a_completion_without_this_as_its_final_answer_is_refused(answer, text):
-    assert grpo.reward_fn(text, answer) == 0.0
+    assert grpo_tools.reward_fn(text, answer) == 0.0
 
 
 @each_case(r"""
@@ -182,7 +180,7 @@ It is $\boxed 2$. | \boxed{2} ¦ \boxed 2 ¦ It is \boxed 2. ¦ so $\boxed 2$, a
 1/2 | \boxed 1/2 ¦ \boxed\frac12
 """)
 def test_the_right_answer_is_accepted(answer, text):
-    assert grpo.reward_fn(text, answer) == 1.0
+    assert grpo_tools.reward_fn(text, answer) == 1.0
 
 
 # A text without a final answer of its own is the answer as it stands.
@@ -197,9 +195,9 @@ one two three four five six seven eight | one two three four five six seven eigh
  |  ¦ ⏎ ¦ $$
 """)
 def test_an_answer_of_a_row_is_a_solution_or_a_text(answer, text):
-    assert grpo.parse_gold(text) == grpo.parse_answer(answer)
+    assert grpo_tools.parse_gold(text) == grpo_tools.parse_answer(answer)
     if answer == "":
-        assert grpo.reward_fn(box(text), text) == 0.0
+        assert grpo_tools.reward_fn(box(text), text) == 0.0
 
 
 # ---- anything a model may write
@@ -227,12 +225,12 @@ HOSTILE = {
 def test_hostile_text_is_refused_and_finishes(name):
     text = HOSTILE[name]
     for completion in (text, box(text), "\\boxed{" + text, "#### " + text, f"<answer>{text}</answer>", text + box("6")):
-        assert grpo.reward_fn(completion, "5") == 0.0
+        assert grpo_tools.reward_fn(completion, "5") == 0.0
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_ground_truth_raises_nothing(name):
-    assert grpo.reward_fn(box("5"), HOSTILE[name]) == 0.0
+    assert grpo_tools.reward_fn(box("5"), HOSTILE[name]) == 0.0
 
 
 def test_random_text_raises_nothing():
@@ -241,9 +239,9 @@ def test_random_text_raises_nothing():
     pieces += ["\n", " ", "\ud800", "\x00", "\u0664", "\u202e"]
     for _ in range(1500):
         text = "".join(draw.choices(pieces, k=16)) + chr(draw.randrange(0x110000))
-        assert grpo.reward_fn(text, "31337") == 0.0
-        assert grpo.reward_fn(box("31337"), text) == 0.0
-        assert grpo.reward_fn(text, text) in (0.0, 1.0)
+        assert grpo_tools.reward_fn(text, "31337") == 0.0
+        assert grpo_tools.reward_fn(box("31337"), text) == 0.0
+        assert grpo_tools.reward_fn(text, text) in (0.0, 1.0)
 
 
 # ==== rewards of a user's own: what they are given, what is asked of them, and what is then reported
@@ -264,7 +262,7 @@ NUMBERS = [numpy.array([0.5, 2.0]), torch.tensor([0.5, 2.0]), (0.5, 2), [torch.t
 
 @pytest.mark.parametrize("rewards", NUMBERS)
 def test_numbers_of_any_kind_become_floats(rewards):
-    found, means = grpo.sum_parts(rewards, ["x", "y"], "reward")
+    found, means = grpo_tools.sum_parts(rewards, ["x", "y"], "reward")
     assert found == [0.5, 2.0] and means == {}
     assert {type(reward) for reward in found} == {float}
 
@@ -278,7 +276,7 @@ WRONG += [(torch.tensor([0.5, math.nan]), "it is nan for the completion 'y\\n'")
 @pytest.mark.parametrize("rewards, message", WRONG)
 def test_a_number_for_each_completion_is_asked_for_in_one_line(rewards, message):
     with pytest.raises(SystemExit) as error:
-        grpo.sum_parts(rewards, ["x", "y\n"], "reward")
+        grpo_tools.sum_parts(rewards, ["x", "y\n"], "reward")
     start = "" if message.startswith("there") else "a reward must be a finite number, but "
     assert str(error.value) == start + message and "\n" not in str(error.value)
 
@@ -286,16 +284,16 @@ def test_a_number_for_each_completion_is_asked_for_in_one_line(rewards, message)
 @pytest.mark.usefixtures("alone")
 def test_a_reward_is_the_sum_of_its_parts_and_their_means_are_logged_by_name():
     scores = [{"right": 1.0, "format": 0.25}, {"right": 0.0, "format": 0.5}, {"format": -2.0, "right": 1.0}]
-    rewards, means = grpo.sum_parts(scores, ["x", "y", "z"], "eval/reward")
+    rewards, means = grpo_tools.sum_parts(scores, ["x", "y", "z"], "eval/reward")
     assert rewards == [1.25, 0.5, -1.0] and {type(reward) for reward in rewards} == {float}
     assert means == {"eval/reward/right": (2.0, 3), "eval/reward/format": (-1.25, 3)}
-    assert grpo.mean_metrics([means]) == {"eval/reward/right": 2 / 3, "eval/reward/format": -1.25 / 3}
+    assert grpo_tools.mean_metrics([means]) == {"eval/reward/right": 2 / 3, "eval/reward/format": -1.25 / 3}
 
 
 @pytest.mark.parametrize("kind", [int, bool, float, numpy.float32, numpy.bool_, torch.tensor])
 def test_parts_may_be_numbers_of_any_kind(kind):
     scores = [{"right": kind(1), "format": 0.5}, {"right": kind(0), "format": 2}]
-    rewards, means = grpo.sum_parts(scores, ["x", "y"], "reward")
+    rewards, means = grpo_tools.sum_parts(scores, ["x", "y"], "reward")
     assert rewards == [1.5, 2.0] and {type(reward) for reward in rewards} == {float}
     assert means == {"reward/right": (1.0, 2), "reward/format": (2.5, 2)}
 
@@ -303,7 +301,10 @@ def test_parts_may_be_numbers_of_any_kind(kind):
 def test_means_have_one_order_whatever_order_the_parts_have():
     """Ranks add metrics up by their places, and a judge's parts may come in any order."""
     for scores in ([{"b": 1.0, "a": 2.0}], [{"a": 2.0, "b": 1.0}]):
-        assert [*grpo.sum_parts(scores, ["x"], "reward")[1].items()] == [("reward/a", (2, 1)), ("reward/b", (1, 1))]
+        assert [*grpo_tools.sum_parts(scores, ["x"], "reward")[1].items()] == [
+            ("reward/a", (2, 1)),
+            ("reward/b", (1, 1)),
+        ]
 
 
 FULL = {"right": 1.0, "format": 0.5}
@@ -323,17 +324,17 @@ WRONG_PARTS = [
 @pytest.mark.parametrize("scores, name, value, text", WRONG_PARTS)
 def test_a_part_that_is_missing_or_not_finite_is_named_with_its_completion(scores, name, value, text):
     with pytest.raises(SystemExit) as error:
-        grpo.sum_parts(scores, ["x", "y\n"], "reward")
+        grpo_tools.sum_parts(scores, ["x", "y\n"], "reward")
     assert str(error.value) == f"{name} must be a finite number, but it is {value} for the completion {text!r}"
 
 
 def test_there_must_be_parts_for_each_completion():
     with pytest.raises(SystemExit, match="^there are 1 rewards for 2 completions$"):
-        grpo.sum_parts([FULL], ["x", "y"], "reward")
+        grpo_tools.sum_parts([FULL], ["x", "y"], "reward")
 
 
 # Without held-out prompts the first rewards are those of a rollout.
-@pytest.mark.parametrize("script, eval_prompts", [(grpo, 4), *[(script, 0) for script in SCRIPTS.values()]])
+@pytest.mark.parametrize("script, eval_prompts", [(grpo_tools, 4), *[(script, 0) for script in SCRIPTS.values()]])
 @pytest.mark.usefixtures("alone")
 def test_rewards_that_are_not_finite_train_nothing_and_end_the_run(script, eval_prompts, monkeypatch, tmp_path):
     monkeypatch.setattr(script, "score_completions", lambda texts, _: [0.0, math.nan] * (len(texts) // 2))
@@ -373,7 +374,7 @@ def own_metrics(lines):
     return [{name: value for name, value in line.items() if name[:5] != "perf/"} for line in lines]
 
 
-SCORED = SCRIPTS | {"grpo_process": grpo_process, "ppo_rlhf": ppo_rlhf, "gkd": gkd}
+SCORED = SCRIPTS | {"ppo_rlhf": ppo_rlhf, "gkd": gkd}
 
 
 @pytest.mark.parametrize("script", SCORED.values(), ids=SCORED)
@@ -421,22 +422,14 @@ def test_a_reward_in_parts_trains_as_its_sum_does_and_its_parts_are_logged(scrip
 @pytest.mark.usefixtures("alone")
 def test_a_part_that_is_missing_ends_the_run_before_it_trains(eval_prompts, monkeypatch, tmp_path):
     scores = [{"right": 1.0, "format": 0.5}, {"right": 1.0}]
-    monkeypatch.setattr(grpo, "score_completions", lambda texts, _: scores * (len(texts) // 2))
+    monkeypatch.setattr(grpo_tools, "score_completions", lambda texts, _: scores * (len(texts) // 2))
     with pytest.raises(SystemExit, match="^format must be a finite number, but it is nan for the completion '"):
-        small_run(grpo, tmp_path, eval_prompts=eval_prompts)
+        small_run(grpo_tools, tmp_path, eval_prompts=eval_prompts)
     assert not (tmp_path / "run" / "checkpoint").exists()
 
 
 def test_a_reward_that_needs_no_answers_needs_no_column_of_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(grpo, "reward_fn", lambda text, _answer: len(text) % 3)
+    monkeypatch.setattr(grpo_tools, "reward_fn", lambda text, _answer: len(text) % 3)
     prompts = write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": row["prompt"]} for row in ROWS])
-    lines = small_run(grpo, tmp_path, dataset=prompts)
+    lines = small_run(grpo_tools, tmp_path, dataset=prompts)
     assert "eval/reward" in lines[0] and "eval/accuracy" not in lines[0]
-
-
-def test_a_truncated_completion_gets_the_lowest_reward_of_its_group_and_at_most_0():
-    """Of rewards of +1 and -1 a 0 would be a prize for being cut off."""
-    rewards = torch.tensor([1.0, -1.0, -1.0, 1.0, 1.0, 1.0, 2.0, 3.0])
-    truncated = torch.tensor([True, False, True, False, True, False, False, True])
-    trained = dr_grpo.punish_truncation(rewards, truncated, 4)
-    assert trained.tolist() == [-1.0, -1.0, -1.0, 1.0, 0.0, 1.0, 2.0, 0.0]

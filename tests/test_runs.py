@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 
 import pytest
@@ -21,9 +20,8 @@ from processes import Forked, assert_same_run, finish
 from tiny import ROOT, edit_json, exit_line, parse, read_jsonl, write_jsonl
 from torch.distributed.checkpoint import CheckpointException
 
-import dapo
 import dpo
-import grpo
+import grpo_tools
 import ppo_rlhf
 import sft
 
@@ -42,7 +40,7 @@ def sums(tmp_path_factory):
 def finished(tmp_path_factory, sums):
     """A folder with a run of two steps in it."""
     folder = tmp_path_factory.mktemp("finished")
-    grpo.main(parse(grpo, dataset=sums, run_dir=folder / "run", **SMALL))
+    grpo_tools.main(parse(grpo_tools, dataset=sums, run_dir=folder / "run", **SMALL))
     return folder
 
 
@@ -75,30 +73,30 @@ def flags_of(run, dataset):
 
 def test_a_run_without_a_folder_is_named_by_script_seed_and_time(tmp_path, sums, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    grpo.main(parse(grpo, dataset=sums, seed=7, **SMALL | {"num_steps": 0}))
+    grpo_tools.main(parse(grpo_tools, dataset=sums, seed=7, **SMALL | {"num_steps": 0}))
     [run] = (tmp_path / "runs").iterdir()
     name, seed, started = run.name.split("__")
-    assert (name, seed) == ("grpo", "7") and abs(time.time() - int(started) / 1e6) < 600  # two may start in a second
+    assert (name, seed) == ("grpo_tools", "7")
+    assert abs(time.time() - int(started) / 1e6) < 600  # two may start in a second
     assert settings_of(run)["run_dir"] == f"runs/{run.name}"
 
 
 def test_any_setting_may_change_and_the_folder_may_have_moved(run):
-    given = {"num_steps": 4, "learning_rate": 1e-3, "eval_every": 3, "save_every": 3, "group_size": 4, "kl_coef": 0.0}
+    given = {"num_steps": 4, "learning_rate": 1e-3, "eval_every": 3, "save_every": 3, "group_size": 4}
     given |= {"microbatch_tokens": 64, "rollout_batch_size": 1, "gradient_checkpointing": True, "precision": "bfloat16"}
-    grpo.main(parse(grpo, resume=run, **given))
+    grpo_tools.main(parse(grpo_tools, resume=run, **given))
     lines = read_jsonl(run / "metrics.jsonl")
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
     # Eight completions in minibatches of two: the third step ends with optimizer step 12, after the warm-up of 8.
     assert lines[3]["optim/learning_rate"] == pytest.approx(1e-3)
     assert "eval/accuracy" in lines[3]
-    assert "policy/ref_kl" in {**lines[1], **lines[2]} and "policy/ref_kl" not in {**lines[3], **lines[4]}
     assert [len(group["completions"]) for group in read_jsonl(run / "samples.jsonl")] == [2, 2, 4, 4]
     assert (given | {"run_dir": str(run)}).items() <= settings_of(run).items()  # where it was moved to
 
 
 def test_a_run_that_has_done_its_steps_stays_as_it_is(run):
     before = files_of(run)
-    grpo.main(parse(grpo, resume=run, num_steps=1))
+    grpo_tools.main(parse(grpo_tools, resume=run, num_steps=1))
     after = files_of(run)
     del before[run / "args.json"], after[run / "args.json"]
     assert after == before
@@ -112,27 +110,27 @@ def test_what_a_user_keeps_in_the_folder_stays(run):
     for path in kept:
         path.parent.mkdir(exist_ok=True)
         path.write_text("mine\n")
-    grpo.main(parse(grpo, resume=run, num_steps=4))
+    grpo_tools.main(parse(grpo_tools, resume=run, num_steps=4))
     assert [path.read_text() for path in kept] == ["mine\n"] * len(kept)
     assert states_of(run) == ["00000004"]
 
 
 TWO_AT_ONCE = """
-import os, pathlib, time, grpo
-check_model, here = grpo.check_model, pathlib.Path(os.environ["HERE"])
+import os, pathlib, time, grpo_tools
+check_model, here = grpo_tools.check_model, pathlib.Path(os.environ["HERE"])
 def wait_for_the_other(*args):
     check_model(*args)
     (here / f"ready{os.getpid()}").touch()
     while len(list(here.glob("ready*"))) < 2:
         time.sleep(0.01)
-grpo.check_model = wait_for_the_other
-grpo.main(grpo.parse_args())
+grpo_tools.check_model = wait_for_the_other
+grpo_tools.main(grpo_tools.parse_args())
 """
 
 
 def test_of_two_runs_started_in_one_folder_one_goes_on(tmp_path, sums):
     flags = flags_of(tmp_path / "run", sums)
-    both = [Forked(TWO_AT_ONCE, ["grpo.py", *flags], HERE=str(tmp_path)) for _ in range(2)]
+    both = [Forked(TWO_AT_ONCE, ["grpo_tools.py", *flags], HERE=str(tmp_path)) for _ in range(2)]
     outputs = [process.communicate()[0] for process in both]
     assert sorted(process.returncode for process in both) == [0, 1], outputs
     refused = outputs[both[0].returncode == 0]
@@ -147,7 +145,7 @@ def test_a_damaged_run_is_refused(run, name):
     path.write_bytes(content[: len(content) // 2] + b"\n\0rubbish\n")
     before = files_of(run)
     with pytest.raises((Exception, CheckpointException)):
-        grpo.main(parse(grpo, resume=run, num_steps=3))
+        grpo_tools.main(parse(grpo_tools, resume=run, num_steps=3))
     assert files_of(run) == before
 
 
@@ -155,7 +153,7 @@ def test_a_run_that_was_killed_before_its_first_save_starts_again(run, finished)
     """With the evaluation before training, and without a line twice."""
     (run / "state" / "00000002").rename(run / "state" / "unfinished")
     shutil.rmtree(run / "checkpoint")
-    grpo.main(parse(grpo, resume=run))
+    grpo_tools.main(parse(grpo_tools, resume=run))
     assert_same_run(run, finished / "run")
     assert steps_of(run) == [0, 1, 2]
 
@@ -164,47 +162,48 @@ def test_a_finished_run_whose_state_was_deleted_stays_as_it_is(run):
     """It is what takes most space."""
     shutil.rmtree(run / "state")
     before = files_of(run)
-    assert exit_line(grpo, resume=run, num_steps=4).endswith(f"start a new run with --model {run}/checkpoint")
+    assert exit_line(grpo_tools, resume=run, num_steps=4).endswith(f"start a new run with --model {run}/checkpoint")
     logs = {path for path in before if path.suffix == ".jsonl" or path.parent.name == "checkpoint"}
     assert {path: files_of(run)[path] for path in logs} == {path: before[path] for path in logs}
 
 
 HOLD = """
-import pathlib, sys, time, grpo
-grpo.lock_run(sys.argv[1])
+import pathlib, sys, time, grpo_tools
+grpo_tools.lock_run(sys.argv[1])
 pathlib.Path(sys.argv[2]).touch()
 time.sleep(600)
 """
 
 
 def test_a_run_that_another_process_runs_is_refused_until_that_process_ends(run, tmp_path):
-    holder = Forked(HOLD, ["grpo.py", run, tmp_path / "locked"])
+    holder = Forked(HOLD, ["grpo_tools.py", run, tmp_path / "locked"])
     while not (tmp_path / "locked").exists():
         assert holder.poll() is None, holder.communicate()[0]
         time.sleep(0.02)
     before = files_of(run)
-    assert exit_line(grpo, resume=run, num_steps=3) == f"{run}: another process is still running this run"
+    assert exit_line(grpo_tools, resume=run, num_steps=3) == f"{run}: another process is still running this run"
     assert files_of(run) == before
     holder.send_signal(signal.SIGKILL)
     holder.communicate()
-    grpo.main(parse(grpo, resume=run, num_steps=3))  # with its lock left by the kill
-    grpo.main(parse(grpo, resume=run, num_steps=4))  # and in the process that has the lock
+    grpo_tools.main(parse(grpo_tools, resume=run, num_steps=3))  # with its lock left by the kill
+    grpo_tools.main(parse(grpo_tools, resume=run, num_steps=4))  # and in the process that has the lock
     assert steps_of(run) == [0, 1, 2, 3, 4]
 
 
 def test_a_training_run_holds_its_lock_until_it_ends(sums, tmp_path, monkeypatch):
     """A requeued job, whose first copy still runs, must not write into its folder."""
-    score_completions, code = grpo.score_completions, f"import grpo; grpo.lock_run({str(tmp_path / 'run')!r})"
+    score_completions = grpo_tools.score_completions
+    code = f"import grpo_tools; grpo_tools.lock_run({str(tmp_path / 'run')!r})"
     refused = []
 
     def score(*given):
         if not refused:
-            output, _ = Forked(code, ["grpo.py"]).communicate()
+            output, _ = Forked(code, ["grpo_tools.py"]).communicate()
             refused.append(output.strip())
         return score_completions(*given)
 
-    monkeypatch.setattr(grpo, "score_completions", score)
-    grpo.main(parse(grpo, dataset=sums, run_dir=tmp_path / "run", **SMALL))
+    monkeypatch.setattr(grpo_tools, "score_completions", score)
+    grpo_tools.main(parse(grpo_tools, dataset=sums, run_dir=tmp_path / "run", **SMALL))
     assert refused == [f"{tmp_path / 'run'}: another process is still running this run"]
     refused.clear()
     score([], [])  # after main, as in a notebook that stays open
@@ -216,19 +215,19 @@ def test_a_run_whose_first_evaluation_has_fewer_metrics_ends_well(run, capsys):
     lines = read_jsonl(run / "metrics.jsonl")
     del lines[0]["eval/accuracy"]
     write_jsonl(run / "metrics.jsonl", lines)
-    grpo.main(parse(grpo, resume=run, num_steps=3))
+    grpo_tools.main(parse(grpo_tools, resume=run, num_steps=3))
     assert re.findall("^(reward|accuracy) .* -> ", capsys.readouterr().out, re.MULTILINE) == ["reward"]
 
 
 def test_a_run_goes_on_with_the_file_that_started_it(run, monkeypatch):
     """A reward of one's own is in another file, and other scripts have other settings."""
     with pytest.raises(SystemExit, match="this is not the folder of a run, .*args.json does not exist"):
-        parse(grpo, resume=run / "checkpoint")
+        parse(grpo_tools, resume=run / "checkpoint")
     monkeypatch.setattr(sys, "argv", ["/home/me/my_reward.py", f"--resume={run}"])
-    with pytest.raises(SystemExit, match="script must stay grpo.py, not my_reward.py"):
-        grpo.parse_args()
+    with pytest.raises(SystemExit, match="script must stay grpo_tools.py, not my_reward.py"):
+        grpo_tools.parse_args()
     edit_json(run / "args.json", script="my_reward.py")
-    assert grpo.parse_args().resume == str(run)
+    assert grpo_tools.parse_args().resume == str(run)
     with pytest.raises(SystemExit, match="script must stay my_reward.py, not dpo.py"):
         parse(dpo, resume=run)
 
@@ -237,25 +236,25 @@ def test_a_branch_leaves_the_run_alone_and_goes_on_as_it_would(run, tmp_path):
     """--resume A --run-dir B: B is a copy of A that goes on; no folder that is there is written into."""
     (run / "link").symlink_to("gone")  # such as one of Weights & Biases, whose cache was emptied
     before = files_of(run)
-    grpo.main(parse(grpo, resume=run, run_dir=tmp_path / "branch", num_steps=3))
+    grpo_tools.main(parse(grpo_tools, resume=run, run_dir=tmp_path / "branch", num_steps=3))
     assert files_of(run) == before and (tmp_path / "branch" / "link").is_symlink()
     assert steps_of(tmp_path / "branch") == [0, 1, 2, 3] and states_of(tmp_path / "branch") == ["00000003"]
-    grpo.main(parse(grpo, resume=tmp_path / "branch", num_steps=4))
+    grpo_tools.main(parse(grpo_tools, resume=tmp_path / "branch", num_steps=4))
     with pytest.raises(SystemExit, match="branch exists: name a new folder"):
-        parse(grpo, resume=run, run_dir=tmp_path / "branch", num_steps=4)
+        parse(grpo_tools, resume=run, run_dir=tmp_path / "branch", num_steps=4)
     assert steps_of(tmp_path / "branch") == [0, 1, 2, 3, 4] and files_of(run) == before
 
 
 FULL_DISK = """
-import os, resource, signal, grpo
+import os, resource, signal, grpo_tools
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-save, limit = grpo.save, int(os.environ["LIMIT"])
+save, limit = grpo_tools.save, int(os.environ["LIMIT"])
 def limited(*args):
     if args[-1] == 2:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     save(*args)
-grpo.save = limited
-grpo.main(grpo.parse_args())
+grpo_tools.save = limited
+grpo_tools.main(grpo_tools.parse_args())
 """
 
 
@@ -263,19 +262,19 @@ grpo.main(grpo.parse_args())
 def test_a_save_that_finds_no_room_leaves_the_last_state(tmp_path, sums, limit):
     """The smaller limit stops the checkpoint, the larger one the state."""
     run = tmp_path / "run"
-    process = Forked(FULL_DISK, ["grpo.py", *flags_of(run, sums)], LIMIT=limit)
+    process = Forked(FULL_DISK, ["grpo_tools.py", *flags_of(run, sums)], LIMIT=limit)
     output, _ = process.communicate()
     assert process.returncode == 1 and "File too large" in output, output
     assert "Traceback" in output and "[rank0]" not in output
     assert states_of(run) == ["00000001"]
-    grpo.main(parse(grpo, resume=run))
+    grpo_tools.main(parse(grpo_tools, resume=run))
     assert steps_of(run) == [0, 1, 2]
     assert [path.name for path in run.glob("checkpoint*")] == ["checkpoint"]
     assert [path.name for path in (run / "state").iterdir()] == ["00000002"]
 
 
 def test_evaluations_and_completions_beside_them_are_printed(run, capsys):
-    grpo.main(parse(grpo, resume=run, num_steps=4, eval_every=2))
+    grpo_tools.main(parse(grpo_tools, resume=run, num_steps=4, eval_every=2))
     out = capsys.readouterr().out
     assert re.search("step 4: .*accuracy [0-9.]+", out)
     found = [line["eval/accuracy"] for line in read_jsonl(run / "metrics.jsonl") if "eval/accuracy" in line]
@@ -288,17 +287,19 @@ def test_evaluations_and_completions_beside_them_are_printed(run, capsys):
 def test_accuracy_is_logged_where_rows_have_answers_whatever_the_reward_is(sums, tmp_path, monkeypatch, capsys):
     """Such as one for a form that is there from the start, when no answer is correct yet."""
     run = tmp_path / "run"
-    monkeypatch.setattr(grpo, "is_correct", lambda *_: False)
-    monkeypatch.setattr(grpo, "reward_fn", lambda completion, answer: float(grpo.is_correct(completion, answer)) + 0.1)
-    grpo.main(parse(grpo, dataset=sums, run_dir=run, **SMALL | {"num_steps": 1}))
+    monkeypatch.setattr(grpo_tools, "is_correct", lambda *_: False)
+    monkeypatch.setattr(
+        grpo_tools, "reward_fn", lambda completion, answer: float(grpo_tools.is_correct(completion, answer)) + 0.1
+    )
+    grpo_tools.main(parse(grpo_tools, dataset=sums, run_dir=run, **SMALL | {"num_steps": 1}))
     first = read_jsonl(run / "metrics.jsonl")[0]
     assert first["eval/reward"] == pytest.approx(0.1)
     assert [first.get(f"eval/{name}") for name in ("accuracy", "pass@1", "pass@4")] == [0.0, 0.0, 0.0]
     assert "accuracy 0.000 -> 0.000\n" in capsys.readouterr().out
     write_jsonl(tmp_path / "open.jsonl", [{"prompt": f"{i}+1="} for i in range(1, 11)])
-    monkeypatch.setattr(grpo, "reward_fn", lambda completion, _: float(len(completion)))
+    monkeypatch.setattr(grpo_tools, "reward_fn", lambda completion, _: float(len(completion)))
     settings = SMALL | {"num_steps": 0, "run_dir": tmp_path / "open"}
-    grpo.main(parse(grpo, dataset=tmp_path / "open.jsonl", **settings))
+    grpo_tools.main(parse(grpo_tools, dataset=tmp_path / "open.jsonl", **settings))
     [line] = read_jsonl(tmp_path / "open" / "metrics.jsonl")
     assert {name for name in line if name.startswith("eval/")} == {"eval/reward"}
 
@@ -306,17 +307,17 @@ def test_accuracy_is_logged_where_rows_have_answers_whatever_the_reward_is(sums,
 def test_rows_without_answers_need_a_reward_of_ones_own_and_the_first_evaluation_says_so(tmp_path):
     write_jsonl(tmp_path / "open.jsonl", [{"prompt": f"{i}+1="} for i in range(1, 11)])
     with pytest.raises(ValueError, match="no column answer, solution or ground_truth: rename a column"):
-        grpo.main(parse(grpo, dataset=tmp_path / "open.jsonl", run_dir=tmp_path / "run", **SMALL))
+        grpo_tools.main(parse(grpo_tools, dataset=tmp_path / "open.jsonl", run_dir=tmp_path / "run", **SMALL))
 
 
 NO_MEMORY = "CUDA out of memory. Tried to allocate 2 GiB."
 WITHOUT_MEMORY = f"""
-import sys, torch, grpo
-sys.argv[0] = "grpo.py"
+import sys, torch, grpo_tools
+sys.argv[0] = "grpo_tools.py"
 def accumulate_gradients(*_):
     raise torch.OutOfMemoryError({NO_MEMORY!r})
-grpo.accumulate_gradients = accumulate_gradients
-grpo.main(grpo.parse_args())
+grpo_tools.accumulate_gradients = accumulate_gradients
+grpo_tools.main(grpo_tools.parse_args())
 """
 
 
@@ -341,13 +342,13 @@ def test_out_of_memory_says_what_to_do_in_a_script_that_does_not_sample(capsys):
 
 
 def test_the_start_says_how_many_threads_compute(sums, tmp_path, capsys):
-    grpo.main(parse(grpo, dataset=sums, run_dir=tmp_path / "run", num_steps=0, eval_prompts=0))
+    grpo_tools.main(parse(grpo_tools, dataset=sums, run_dir=tmp_path / "run", num_steps=0, eval_prompts=0))
     out = capsys.readouterr().out
     assert re.search("float32 on cpu, CPU threads: 1, number of ranks: 1, steps done: 0$", out, re.MULTILINE)
 
 
 def test_nothing_to_do_ends_well(sums, tmp_path):
-    grpo.main(parse(grpo, dataset=sums, run_dir=tmp_path / "run", num_steps=0, eval_prompts=0))
+    grpo_tools.main(parse(grpo_tools, dataset=sums, run_dir=tmp_path / "run", num_steps=0, eval_prompts=0))
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == ""
 
 
@@ -355,34 +356,44 @@ def test_the_printed_command_goes_on_when_it_is_pasted(run, tmp_path, capsys, mo
     odd = run.rename(tmp_path / "my run's (1)")
     capsys.readouterr()
     monkeypatch.chdir(tmp_path)
-    grpo.main(parse(grpo, resume=odd))
+    grpo_tools.main(parse(grpo_tools, resume=odd))
     [command] = re.findall("^to train for longer: (.*)", capsys.readouterr().out, re.MULTILINE)
     shown = subprocess.run(["bash", "-c", f"set -- {command}; printf '%s\n' \"$@\""], capture_output=True, text=True)
-    assert shown.stdout.splitlines() == ["python", "grpo.py", "--resume", str(odd), "--num-steps", "N"]
+    assert shown.stdout.splitlines() == ["python", "grpo_tools.py", "--resume", str(odd), "--num-steps", "N"]
 
 
-def test_the_reward_file_of_the_readme_trains_and_can_be_imported(sums, tmp_path, monkeypatch):
+MY_REWARD = """
+import grpo_tools
+
+def reward(completion, answer):  # both are texts; parts are added up
+    return {"right": grpo_tools.is_correct(completion, answer), "thought": 0.1 * ("</think>" in completion)}
+
+if __name__ == "__main__":
+    grpo_tools.reward_fn = reward
+    grpo_tools.main(grpo_tools.parse_args())
+"""
+
+
+def test_a_reward_file_trains_and_can_be_imported(sums, tmp_path, monkeypatch):
     """Tools that import each file of a folder, such as pytest, must not train."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    [code] = re.findall(r"^    import grpo\n(?:    .*\n|\n)*?    .*parse_args\(\)\)\n", readme, re.MULTILINE)
     file, run = tmp_path / "my_reward.py", tmp_path / "run"
-    file.write_text(textwrap.dedent(code))
-    monkeypatch.setattr(grpo, "reward_fn", grpo.reward_fn)
+    file.write_text(MY_REWARD)
+    monkeypatch.setattr(grpo_tools, "reward_fn", grpo_tools.reward_fn)
     monkeypatch.setattr(sys, "argv", [str(file), *flags_of(run, sums)])
     runpy.run_path(str(file), run_name="my_reward")
-    assert not run.exists() and grpo.reward_fn.__module__ == "grpo"
+    assert not run.exists() and grpo_tools.reward_fn.__module__ == "grpo_tools"
     runpy.run_path(str(file), run_name="__main__")
     assert settings_of(run)["script"] == "my_reward.py"
-    assert grpo.reward_fn("<think>1+1=2</think>\\boxed{2}", "2") == {"right": True, "thought": 0.1}
-    assert grpo.reward_fn("\\boxed{3}", "2") == {"right": False, "thought": 0.0}
+    assert grpo_tools.reward_fn("<think>1+1=2</think>\\boxed{2}", "2") == {"right": True, "thought": 0.1}
+    assert grpo_tools.reward_fn("\\boxed{3}", "2") == {"right": False, "thought": 0.0}
     line = read_jsonl(run / "metrics.jsonl")[-1]
     assert line["reward/mean"] == pytest.approx(line["reward/right"] + line["reward/thought"])
 
 
 def test_weights_and_biases_is_told_each_step_and_only_where_it_is_asked_for(run):
-    grpo.main(parse(grpo, resume=run, num_steps=3))
+    grpo_tools.main(parse(grpo_tools, resume=run, num_steps=3))
     assert not (run / "wandb").exists()
-    grpo.main(parse(grpo, resume=run, num_steps=4, track=True))
+    grpo_tools.main(parse(grpo_tools, resume=run, num_steps=4, track=True))
     wandb.teardown()  # as at the end of a process; after wandb.finish() alone, the file may still be empty
     [log] = run.glob("wandb/offline-run-*/*.wandb")
     assert b"reward/mean" in log.read_bytes()
@@ -390,9 +401,9 @@ def test_weights_and_biases_is_told_each_step_and_only_where_it_is_asked_for(run
 
 def test_a_resumed_run_goes_on_in_weights_and_biases_and_a_branch_is_another(run, tmp_path):
     for num_steps in (3, 4):
-        grpo.main(parse(grpo, resume=run, num_steps=num_steps, track=True))
+        grpo_tools.main(parse(grpo_tools, resume=run, num_steps=num_steps, track=True))
         wandb.finish()
-    grpo.main(parse(grpo, resume=run, run_dir=tmp_path / "branch", num_steps=5))
+    grpo_tools.main(parse(grpo_tools, resume=run, run_dir=tmp_path / "branch", num_steps=5))
     wandb.finish()
     ids = []
     for folder in (run, tmp_path / "branch"):
@@ -402,8 +413,10 @@ def test_a_resumed_run_goes_on_in_weights_and_biases_and_a_branch_is_another(run
 
 def test_steps_without_signal_are_named(sums, tmp_path, monkeypatch, capsys):
     rewards = iter([1.0] * 8 + [0.0, 1.0] * 2 + [1.0] * 4)
-    monkeypatch.setattr(grpo, "reward_fn", lambda _text, _answer: next(rewards))
-    grpo.main(parse(grpo, dataset=sums, run_dir=tmp_path / "run", **SMALL | {"num_steps": 4, "eval_prompts": 0}))
+    monkeypatch.setattr(grpo_tools, "reward_fn", lambda _text, _answer: next(rewards))
+    grpo_tools.main(
+        parse(grpo_tools, dataset=sums, run_dir=tmp_path / "run", **SMALL | {"num_steps": 4, "eval_prompts": 0})
+    )
     said = capsys.readouterr().out
     assert re.findall("step ([0-9]+): all completions of each group have the same reward", said) == [
         "1",
@@ -413,14 +426,14 @@ def test_steps_without_signal_are_named(sums, tmp_path, monkeypatch, capsys):
 
 
 def test_after_a_run_ctrl_c_does_what_it_does_elsewhere_and_the_process_group_is_gone(run):
-    grpo.main(parse(grpo, resume=run, num_steps=3))
+    grpo_tools.main(parse(grpo_tools, resume=run, num_steps=3))
     assert not dist.is_initialized()
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
 
 
 def test_a_second_signal_stops_at_once():
-    asked = grpo.catch_signals()
+    asked = grpo_tools.catch_signals()
     signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
@@ -428,24 +441,24 @@ def test_a_second_signal_stops_at_once():
 
 
 def test_whoever_stops_does_not_wait_for_an_evaluation(sums, tmp_path, monkeypatch):
-    run, evaluate, step_optimizer, evaluated = tmp_path / "run", grpo.evaluate, grpo.step_optimizer, []
+    run, evaluate, step_optimizer, evaluated = tmp_path / "run", grpo_tools.evaluate, grpo_tools.step_optimizer, []
 
     def stop_in_the_update(*given):
         os.kill(os.getpid(), signal.SIGINT)
         return step_optimizer(*given)
 
-    monkeypatch.setattr(grpo, "step_optimizer", stop_in_the_update)
-    monkeypatch.setattr(grpo, "evaluate", lambda *given: evaluated.append(given[4]) or evaluate(*given))
+    monkeypatch.setattr(grpo_tools, "step_optimizer", stop_in_the_update)
+    monkeypatch.setattr(grpo_tools, "evaluate", lambda *given: evaluated.append(given[4]) or evaluate(*given))
     settings = SMALL | {"eval_every": 1, "minibatch_size": 4}  # one update per step
     with pytest.raises(SystemExit, match="^130$"):
-        grpo.main(parse(grpo, dataset=sums, run_dir=run, **settings))
+        grpo_tools.main(parse(grpo_tools, dataset=sums, run_dir=run, **settings))
     assert evaluated == [0]
     assert steps_of(run) == [0, 1] and states_of(run) == ["00000001"]
 
 
 def test_an_evaluation_in_which_a_signal_comes_is_not_logged(sums, tmp_path, monkeypatch):
     """Its rewards may be wrong. And no further rollout is waited for."""
-    run, score_completions, calls = tmp_path / "run", grpo.score_completions, []
+    run, score_completions, calls = tmp_path / "run", grpo_tools.score_completions, []
 
     def stopped(*given):
         calls.append(1)
@@ -453,15 +466,15 @@ def test_an_evaluation_in_which_a_signal_comes_is_not_logged(sums, tmp_path, mon
             os.kill(os.getpid(), signal.SIGINT)
         return score_completions(*given)
 
-    monkeypatch.setattr(grpo, "score_completions", stopped)
+    monkeypatch.setattr(grpo_tools, "score_completions", stopped)
     with pytest.raises(SystemExit, match="^130$"):
-        grpo.main(parse(grpo, dataset=sums, run_dir=run, **SMALL | {"eval_every": 1}))
+        grpo_tools.main(parse(grpo_tools, dataset=sums, run_dir=run, **SMALL | {"eval_every": 1}))
     first, line = read_jsonl(run / "metrics.jsonl")
     assert "eval/reward" in first and "eval/reward" not in line
     assert states_of(run) == ["00000001"]
 
 
-@pytest.mark.parametrize("script, first", [(grpo, 1), (grpo, 2), (dapo, 2), (ppo_rlhf, 2)])
+@pytest.mark.parametrize("script, first", [(grpo_tools, 1), (grpo_tools, 2), (ppo_rlhf, 2)])
 def test_a_rollout_in_which_a_signal_comes_is_dropped_and_repeated(script, first, sums, tmp_path, monkeypatch):
     """Ctrl-C in a terminal has ended programs of the reward, too. SIGTERM comes twice, from Slurm and from torchrun."""
     settings = SMALL | {"dataset": sums, "eval_prompts": 0, "num_steps": 3, "save_every": 10}
@@ -492,7 +505,7 @@ def test_a_rollout_in_which_a_signal_comes_is_dropped_and_repeated(script, first
 
 
 POOL = """
-import multiprocessing, signal, time, grpo
+import multiprocessing, signal, time, grpo_tools
 def judge(text):
     return 1.0
 def wait():
@@ -507,8 +520,8 @@ def score(completions, rows):
     with multiprocessing.Pool(2) as pool:
         return pool.map(judge, completions)
 if __name__ == "__main__":
-    grpo.score_completions = score
-    grpo.main(grpo.parse_args())
+    grpo_tools.score_completions = score
+    grpo_tools.main(grpo_tools.parse_args())
 """
 
 
@@ -525,9 +538,9 @@ def test_a_reward_may_use_processes(sums, tmp_path):
 
 
 SLOW_FORK = """
-import os, signal, time, grpo
+import os, signal, time, grpo_tools
 os.register_at_fork(after_in_child=lambda: time.sleep(0.5))  # on a busy machine, a new process waits for its turn
-signals = grpo.catch_signals()
+signals = grpo_tools.catch_signals()
 child = os.fork()
 if child == 0:
     time.sleep(60)
@@ -541,13 +554,13 @@ print(len(signals))
 
 def test_a_process_that_is_ended_as_soon_as_it_is_started_ends():
     """multiprocessing.Pool does that with a process that got no task, and waits for its end."""
-    first, *_, last = finish(Forked(SLOW_FORK, ["grpo.py"])).splitlines()
+    first, *_, last = finish(Forked(SLOW_FORK, ["grpo_tools.py"])).splitlines()
     assert (first, last) == ("-15", "1")
 
 
 def test_after_a_run_processes_get_the_handlers_of_their_parent(run):
     """Only while main runs may Ctrl-C not end them."""
-    grpo.main(parse(grpo, resume=run, num_steps=3))
+    grpo_tools.main(parse(grpo_tools, resume=run, num_steps=3))
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -559,10 +572,10 @@ def test_after_a_run_processes_get_the_handlers_of_their_parent(run):
 
 def test_saving_before_the_first_gradient_changes_nothing(sums, tmp_path, monkeypatch):
     """AdamW's state that is made for a save must not count as a step."""
-    settings = SMALL | {"dataset": sums, "eval_prompts": 0, "num_steps": 4, "kl_coef": 0.0, "warmup_steps": 0}
+    settings = SMALL | {"dataset": sums, "eval_prompts": 0, "num_steps": 4, "warmup_steps": 0}
     for save_every in (1, 10):
         rewards = iter([1.0] * 8 + [0.0, 1.0] * 4)  # two steps without gradient
-        monkeypatch.setattr(grpo, "reward_fn", lambda *_, rewards=rewards: next(rewards))
-        grpo.main(parse(grpo, run_dir=tmp_path / str(save_every), **settings | {"save_every": save_every}))
+        monkeypatch.setattr(grpo_tools, "reward_fn", lambda *_, rewards=rewards: next(rewards))
+        grpo_tools.main(parse(grpo_tools, run_dir=tmp_path / str(save_every), **settings | {"save_every": save_every}))
     assert [line["optim/grad_norm"] > 0 for line in read_jsonl(tmp_path / "1" / "metrics.jsonl")] == [0, 0, 1, 1]
     assert_same_run(tmp_path / "1", tmp_path / "10")

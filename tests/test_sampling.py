@@ -19,10 +19,8 @@ from transformers import AutoTokenizer, Gemma3TextConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 import gkd
-import grpo
 import grpo_tools
 import ppo_rlhf
-import reinforce
 
 GREEDY = "0 1 0.5 1 0.9 0.1 1".split()  # one completion a prompt; 1 is right
 SAMPLES = "0000 0100 1001 1101 1111 0010 2202".split()  # four completions a prompt
@@ -94,7 +92,7 @@ def test_accuracy_counts_right_greedy_completions_whatever_the_reward_is(script,
     assert metrics["eval/reward"] == pytest.approx(2.25 / 7)
 
 
-@pytest.mark.parametrize("script", [grpo, ppo_rlhf])  # the two that differ
+@pytest.mark.parametrize("script", [grpo_tools, ppo_rlhf])  # the two that differ
 def test_one_greedy_completion_which_is_kept_and_samples_at_the_temperature_of_training(script, evaluate, tmp_path):
     _, sampled = evaluate(script, temperature=0.7)
     repeated = [prompt for prompt in PROMPTS for _ in range(4)]
@@ -123,11 +121,11 @@ def test_a_thought_is_opened_where_the_prompt_of_the_row_opens_it(monkeypatch):
     """Some templates open one unless the system message says /no_think."""
     tokenizer = make_tokenizer(["<eos>", "<think>", "</think>"], None)
     ids, mask = pad_right([tokenizer.encode("2", add_special_tokens=False)] * 3, 4)
-    monkeypatch.setattr(grpo, "generate", lambda *_: (ids, mask, mask.float()))
+    monkeypatch.setattr(ppo_rlhf, "generate", lambda *_: (ids, mask, mask.float()))
     model = SimpleNamespace(device="cpu", generation_config=SimpleNamespace(eos_token_id=[]))
     policy = SimpleNamespace(model=model, modules=list)
     rows = [{"prompt_ids": tokenizer.encode(text)} for text in ("1+1=", "1+1=<think>", "<think></think>1+1=")]
-    _, texts = grpo.sample_completions(policy, tokenizer, rows, 1.0, grpo.Args())
+    _, texts = ppo_rlhf.sample_completions(policy, tokenizer, rows, 1.0, ppo_rlhf.Args())
     assert texts == ["2", "<think>2", "2"]
 
 
@@ -171,20 +169,20 @@ def load_with(folder, of_config, of_generation):
     model.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY / name, folder)
-    return load(grpo, folder)[0]
+    return load(ppo_rlhf, folder)[0]
 
 
 def sample(model, rows, temperature, stop_ids, **settings):
     """What sample_completions returns for these prompts."""
     model.generation_config.eos_token_id = stop_ids
-    policy = grpo.LogprobModel(model)
+    policy = grpo_tools.LogprobModel(model)
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     prompts = [{"prompt_ids": ids} for ids in rows]
-    return grpo.sample_completions(policy, tokenizer, prompts, temperature, grpo.Args(**settings))
+    return ppo_rlhf.sample_completions(policy, tokenizer, prompts, temperature, ppo_rlhf.Args(**settings))
 
 
 def pad_left(rows):
-    return grpo.pad_left([{"prompt_ids": ids} for ids in rows], "cpu")
+    return ppo_rlhf.pad_left([{"prompt_ids": ids} for ids in rows], "cpu")
 
 
 def plain_greedy(model, prompt, max_completion_length, stop_ids):
@@ -216,7 +214,7 @@ def check_distribution(model, stop_ids, temperature, num_samples=20_000):
     ids = torch.arange(model.config.vocab_size)
     torch.manual_seed(1)
     rows = prompt.repeat(num_samples, 1)
-    tokens, _, _ = grpo.generate(model, rows, torch.ones_like(rows), 2, temperature, stop_ids)
+    tokens, _, _ = ppo_rlhf.generate(model, rows, torch.ones_like(rows), 2, temperature, stop_ids)
     extended = torch.cat([prompt.repeat(len(ids), 1), ids.unsqueeze(1)], 1)
     first = model(prompt).logits[:, -1] / temperature  # (1, V)
     second = model(extended).logits[:, -1] / temperature  # (V, V)
@@ -239,7 +237,7 @@ def test_generation_config_of_the_model_does_not_change_the_distribution(tmp_pat
     load_with(tmp_path, STOP, None)
     wishes = {"do_sample": True, "top_k": 3, "top_p": 0.5, "temperature": 0.1}
     (tmp_path / "generation_config.json").write_text(json.dumps(wishes))
-    model, _ = load(grpo, tmp_path)
+    model, _ = load(ppo_rlhf, tmp_path)
     check_distribution(model, [STOP, 9], 0.7)
 
 
@@ -260,7 +258,7 @@ def test_ids_of_probability_zero_are_never_sampled(monkeypatch, value):
     logits[:, 0] = -torch.inf
     logits[:, 47:] = -torch.inf
     logits[:100, 1:40] = -torch.inf
-    tokens, logprobs = grpo.sample_tokens(logits, 0.5)
+    tokens, logprobs = ppo_rlhf.sample_tokens(logits, 0.5)
     sampled = logits.gather(1, tokens.unsqueeze(1))
     assert sampled.isfinite().all()
     assert logprobs.isfinite().all()
@@ -277,7 +275,7 @@ def test_rare_ids_of_a_large_vocabulary_are_drawn_as_often_as_they_are_likely(mo
     places = torch.arange(50) * 2000
     places = torch.cat([places, places + 1])  # pairs of neighbours
     draw(monkeypatch, 1 - tail + tail * (places.double() + 0.5) / len(rare))
-    tokens, logprobs = grpo.sample_tokens(logits.expand(100, -1), 1.0)
+    tokens, logprobs = ppo_rlhf.sample_tokens(logits.expand(100, -1), 1.0)
     assert torch.isin(tokens, rare).all()
     found = torch.searchsorted(rare, tokens)
     assert (found - places).abs().max() < 10  # the probability of the first id is rounded
@@ -289,7 +287,7 @@ def test_stop_ids_are_the_union_of_all_that_name_one(tmp_path):
     for named, expected in (([7, 8], [STOP, 7, 8]), (7, [STOP, 7]), (None, [STOP])):
         assert load_with(tmp_path, 9, named).generation_config.eos_token_id == expected
     (tmp_path / "generation_config.json").unlink()  # then it is made from the model's config
-    assert load(grpo, tmp_path)[0].generation_config.eos_token_id == [STOP, 9]
+    assert load(ppo_rlhf, tmp_path)[0].generation_config.eos_token_id == [STOP, 9]
 
 
 def test_every_stop_id_ends_a_completion_and_counts_in_the_mask(tmp_path):
@@ -297,7 +295,7 @@ def test_every_stop_id_ends_a_completion_and_counts_in_the_mask(tmp_path):
     stop_ids = model.generation_config.eos_token_id
     torch.manual_seed(0)
     ids, mask = pad_left(random_prompts(200, 2, 6))
-    completion_ids, completion_mask, sampler_logprobs = grpo.generate(model, ids, mask, 60, 1.0, stop_ids)
+    completion_ids, completion_mask, sampler_logprobs = ppo_rlhf.generate(model, ids, mask, 60, 1.0, stop_ids)
     assert completion_mask.sum(1).max() > 30  # rows of very different lengths
     ends = set()
     for row, own in zip(completion_ids.tolist(), completion_mask.tolist()):
@@ -342,9 +340,9 @@ def test_sampler_training_forward_and_plain_forward_give_the_same_logprobs(kind,
     model = make_model(kind)
     torch.manual_seed(0)
     ids, mask = pad_left(random_prompts(16, 1, 9))
-    sampled = grpo.generate(model, ids, mask, 20, temperature, [STOP, 9, 12])
+    sampled = ppo_rlhf.generate(model, ids, mask, 20, temperature, [STOP, 9, 12])
     completion_ids, completion_mask, sampler_logprobs = sampled
-    logprobs, _ = grpo.token_logprobs(model, ids, mask, completion_ids, completion_mask, temperature)
+    logprobs, _ = ppo_rlhf.token_logprobs(model, ids, mask, completion_ids, completion_mask, temperature)
     torch.testing.assert_close(sampler_logprobs, logprobs, atol=1e-5, rtol=0)
     for row in range(16):
         prompt = ids[row, mask[row] == 1]
@@ -379,11 +377,11 @@ def count_written(monkeypatch, model, tokens, stop_ids=()):
             return method(*args)
 
     with monkeypatch.context() as patch:
-        for owner, name in ((DynamicLayer, "update"), (grpo.RoomyLayer, "update"), (DynamicLayer, "reorder_cache")):
+        for owner, name in ((DynamicLayer, "update"), (ppo_rlhf.RoomyLayer, "update"), (DynamicLayer, "reorder_cache")):
             patch.setattr(owner, name, functools.partialmethod(functools.partial(counted, getattr(owner, name))))
         torch.manual_seed(0)
         ids = torch.randint(6, 29, (8, 8)).repeat_interleave(8, 0)
-        grpo.generate(model, ids, torch.ones_like(ids), tokens, 1.0, stop_ids)
+        ppo_rlhf.generate(model, ids, torch.ones_like(ids), tokens, 1.0, stop_ids)
     config = model.config
     size = 2 * 4 * config.num_key_value_heads * config.hidden_size // config.num_attention_heads
     return written.bytes / (len(ids) * config.num_hidden_layers * size)
@@ -396,25 +394,25 @@ def test_the_cache_copies_a_few_tokens_for_each_new_one(monkeypatch):
     assert count_written(monkeypatch, model, 512) < 4 * 512
     assert count_written(monkeypatch, model, 512, [20, 21]) < 4 * 512 + 16 * 520
     with monkeypatch.context() as patch:
-        patch.setattr(grpo.RoomyLayer, "update", DynamicLayer.update)
+        patch.setattr(ppo_rlhf.RoomyLayer, "update", DynamicLayer.update)
         assert count_written(monkeypatch, model, 256) > 100 * 256
 
 
 def test_the_cache_is_freed_at_once(monkeypatch):
     """Without Python's garbage collector, which may come too late for the next rollout's cache."""
     caches = []
-    prefill = grpo.prefill
+    prefill = ppo_rlhf.prefill
 
     def watch(*args):
         logits, cache = prefill(*args)
         caches.extend(weakref.ref(layer) for layer in cache.layers)
         return logits, cache
 
-    monkeypatch.setattr(grpo, "prefill", watch)
+    monkeypatch.setattr(ppo_rlhf, "prefill", watch)
     ids, mask = pad_left(random_prompts(4, 2, 6))
     gc.disable()
     try:
-        grpo.generate(make_model("llama"), ids, mask, 4, 1.0, [STOP])
+        ppo_rlhf.generate(make_model("llama"), ids, mask, 4, 1.0, [STOP])
         assert caches and [cache() for cache in caches] == [None] * len(caches)
     finally:
         gc.enable()
@@ -424,11 +422,11 @@ def test_only_layers_of_the_usual_type_get_room():
     """One layer of this model has a sliding window."""
     ids, mask = pad_left(random_prompts(4, 2, 6))
     model = make_model("llama")
-    assert {type(layer) for layer in grpo.prefill(model, ids, mask)[1].layers} == {grpo.RoomyLayer}
+    assert {type(layer) for layer in ppo_rlhf.prefill(model, ids, mask)[1].layers} == {ppo_rlhf.RoomyLayer}
     windows = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
     model = make_model(Gemma3TextConfig(**SIZES, num_key_value_heads=1, head_dim=8, **windows))
-    kinds = [type(layer) for layer in grpo.prefill(model, ids, mask)[1].layers]
-    assert kinds == [DynamicSlidingWindowLayer, grpo.RoomyLayer]
+    kinds = [type(layer) for layer in ppo_rlhf.prefill(model, ids, mask)[1].layers]
+    assert kinds == [DynamicSlidingWindowLayer, ppo_rlhf.RoomyLayer]
 
 
 def test_finished_completions_leave_in_eighths(monkeypatch):
@@ -446,16 +444,16 @@ def test_finished_completions_leave_in_eighths(monkeypatch):
         """The completions that are still in the batch: the last ones."""
         return slice(16 - sizes[-1], None)
 
-    monkeypatch.setattr(grpo, "sample_tokens", sample_tokens)
+    monkeypatch.setattr(ppo_rlhf, "sample_tokens", sample_tokens)
     ids, mask = pad_left(random_prompts(16, 2, 6))
-    ids, mask, logprobs = grpo.generate(model, ids, mask, 20, 1.0, [STOP])
+    ids, mask, logprobs = ppo_rlhf.generate(model, ids, mask, 20, 1.0, [STOP])
     assert sizes == [16, 16, 14, 14, 12, 12, 10, 10, 8, 7, 6, 5, 4, 3, 2, 1]
     assert mask.sum(1).tolist() == [*range(1, 17)]
     assert (ids == mask * torch.where(ends.unsqueeze(1) == torch.arange(20), STOP, 7)).all()
     assert (logprobs == -0.5 * mask).all()
 
 
-@pytest.mark.parametrize("script, most", [(grpo, 8), (grpo_tools, 8), (reinforce, 8), (ppo_rlhf, 4)])
+@pytest.mark.parametrize("script, most", [(grpo_tools, 8), (ppo_rlhf, 4)])
 def test_an_evaluation_samples_at_once_what_a_step_samples(script, most, monkeypatch):
     """Greedy completions are those of a single batch."""
     found, sizes = [], []

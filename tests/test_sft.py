@@ -25,8 +25,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import dpo
-import grpo
-import grpo_process
+import ppo_rlhf
 import reward_model
 import sft
 
@@ -213,23 +212,17 @@ FORMS = {
 def test_a_thought_that_the_prompt_opens_is_the_completions(form, monkeypatch):
     tokenizer = tokenizer_of(*FORMS[form])
     opened = form != "Qwen3"
-    prompt = {"prompt_ids": grpo.encode_prompt(tokenizer, [user("17*3=")], None)}
+    prompt = {"prompt_ids": ppo_rlhf.encode_prompt(tokenizer, [user("17*3=")], None)}
     assert tokenizer.decode(prompt["prompt_ids"]) == PROMPT + "<think>\n" * opened
     completions = [r"17*3... maybe \boxed{51}?", r"maybe \boxed{50}? no</think>\boxed{51}"]
     rows = [tokenizer(text + "<|im_end|>", add_special_tokens=False)["input_ids"] for text in completions]
     ids, mask = dpo.pad(rows, "cpu")
-    monkeypatch.setattr(grpo, "generate", lambda *_: (ids, mask, mask.float()))
-    config = SimpleNamespace(eos_token_id=[grpo.find_turn_end(tokenizer)])
+    monkeypatch.setattr(ppo_rlhf, "generate", lambda *_: (ids, mask, mask.float()))
+    config = SimpleNamespace(eos_token_id=[ppo_rlhf.find_turn_end(tokenizer)])
     policy = SimpleNamespace(model=SimpleNamespace(device="cpu", generation_config=config), modules=list)
-    _, texts = grpo.sample_completions(policy, tokenizer, [prompt] * 2, 1.0, grpo.Args())
+    _, texts = ppo_rlhf.sample_completions(policy, tokenizer, [prompt] * 2, 1.0, ppo_rlhf.Args())
     assert texts == ["<think>" * opened + text for text in completions]
-    assert [grpo.is_correct(text, "51") for text in texts] == [not opened, True]
-    # The first step ends at the same token, whatever the ids of padding say.
-    said = "17+34=51;</think>51 "
-    ids = tokenizer(said)["input_ids"]
-    row = {"prompt": "17+34=", "answer": "51"}
-    steps = grpo_process.find_steps(tokenizer, ids * 2, "<think>" * opened + said, row, 1.0)
-    assert steps[0] == (9, 1.0)
+    assert [ppo_rlhf.is_correct(text, "51") for text in texts] == [not opened, True]
 
 
 @pytest.mark.parametrize("form", ["Qwen3", "Qwen3-Thinking"])

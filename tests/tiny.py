@@ -17,20 +17,14 @@ from safetensors.torch import load_file, save_file
 from tokenizers import models, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, Qwen3Config
 
-import cispo
-import dapo
-import dr_grpo
-import grpo
 import grpo_tools
-import gspo
 import ppo_rlhf
-import reinforce
 
-ROOT = Path(grpo.__file__).parent
+ROOT = Path(grpo_tools.__file__).parent
 TINY = ROOT / "models" / "tiny"
-SCRIPTS = {script.__name__: script for script in (grpo, reinforce, dr_grpo, dapo, gspo, cispo, grpo_tools)}
+SCRIPTS = {"grpo_tools": grpo_tools}
 SETTINGS = {"temperature": 0.7, "microbatch_tokens": 10_000, "max_completion_length": 9, "kl_coef": 0.04}
-SETTINGS |= {"clip_eps": 0.2, "clip_eps_low": 0.05, "clip_eps_high": 0.15}  # they clip a part of make_batch, gspo's too
+SETTINGS |= {"clip_eps": 0.2, "clip_eps_low": 0.05, "clip_eps_high": 0.15}  # they clip a part of make_batch
 SETTINGS["sampler_weight_cap"] = 2.0
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 CONFIGS = {
@@ -100,11 +94,11 @@ def pad_right(rows, width, pad_id=PAD_ID):
 
 def make_batch(model, temperature=0.7):
     """Eight completions of several lengths, two of advantage 0; the three other log-probabilities are near."""
-    prompt_ids, prompt_mask = grpo.pad_left([{"prompt_ids": ids} for ids in PROMPTS], "cpu")
+    prompt_ids, prompt_mask = grpo_tools.pad_left([{"prompt_ids": ids} for ids in PROMPTS], "cpu")
     completion_ids, completion_mask = pad_right(COMPLETIONS, 8)
     with torch.no_grad():
         inputs = (prompt_ids, prompt_mask, completion_ids, completion_mask)
-        logprobs, _ = grpo.token_logprobs(model, *inputs, temperature)
+        logprobs, _ = grpo_tools.token_logprobs(model, *inputs, temperature)
     action_mask = completion_mask.clone()
     action_mask[0, 1] = action_mask[2, :3] = action_mask[4, 4] = 0  # what a tool wrote
     generator = torch.Generator().manual_seed(1)
@@ -123,7 +117,7 @@ def make_batch(model, temperature=0.7):
     }
 
 
-def make_args(script=grpo, **settings):
+def make_args(script=grpo_tools, **settings):
     """Those of the settings that the script has."""
     return script.Args(**{name: value for name, value in (SETTINGS | settings).items() if hasattr(script.Args, name)})
 

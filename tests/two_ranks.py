@@ -8,7 +8,7 @@ from tiny import SCRIPTS, TINY, add_pairs, build_model, call_accumulate_gradient
 from transformers import AutoTokenizer
 
 import gkd
-import grpo
+import grpo_tools
 
 SHARES = ([0, 1, 2, 3, 4], [5, 6, 7])  # rows of the batch, or pairs, on each rank
 SOME = [0, 1, 2, 3, 4, 6]
@@ -44,7 +44,7 @@ def gradient_of_parameters(policy):
 
 def sum_over_ranks(metrics):
     """Each metric's sum and count, added over ranks."""
-    return dict(zip(metrics, grpo.all_reduce([list(pair) for pair in metrics.values()])))
+    return dict(zip(metrics, grpo_tools.all_reduce([list(pair) for pair in metrics.values()])))
 
 
 def run_gkd(dtype, precision, lora_rank):
@@ -90,7 +90,7 @@ def run(script, dtype, live_rows, precision, lora_rank):
 
 
 if __name__ == "__main__":
-    grpo.init_ranks()
+    grpo_tools.init_ranks()
     results = {}
     for name, script in (SCRIPTS | {"gkd": gkd}).items():
         for case, settings in CASES.items():

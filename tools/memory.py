@@ -11,35 +11,43 @@ The tool prints the memory of each part in the rollout and in the update. With -
 whether the run fits. --write only updates the tables of docs/memory.md.
 
 The tool reads no weights. The defaults of its flags are those of the script's Args or, with --tiny, those of its TINY.
---precision auto counts as bfloat16, and as float32 with --cpu-gb. A GB is 1e9 bytes. The formulas hold for models like
-Llama and Qwen2, and assume that all prompts and completions have the maximum length. In bytes, for bfloat16, they are:
+A GB is 1e9 bytes. The formulas hold for models like Llama and Qwen2, and assume that all prompts and completions have
+the maximum length. In bytes, for bfloat16, they are:
 
     B, R  parameters in the blocks, and outside them (embedding, last norm, LM head; a tied head counts once)
     V, L  vocabulary size, number of layers
     h, f  hidden size, width inside the MLP
     q, k  output sizes of the query and the key projection
-    r     rank of the adapters
 
     sharded, so divide by the number of GPUs
-        4 (B + R)         trained model
+        4 (B + R)         policy
         8 (B + R)         its AdamW
         4 (B + R)         its gradients, until the last step of an update
-        2 B + 4 R         reference, reward model and teacher; with adapters the model, once
-        16 r (in + out)   adapters, their AdamW and gradients, for every linear layer of the blocks
-    added on every GPU
-        4 R               the teacher's, if there are several GPUs
+        4 (B + R)         reference
+    on every GPU
+        2 (B + R)         sampler
     added by the rollout on every GPU
-        2 B + 4 R         copy of the policy's weights; with adapters on one GPU, 2 per parameter of the adapters
-        4 k L             key-value cache, per token of prompt and completion, in whole blocks of 128 tokens
-        2 k + 4 V         decoding: the keys of one layer per token, and logits per completion, or 24 V if that is more
-        6 f + 10 h        reading prompts, per token of the prompts that are read at once
-    added by the update: the activations, and the largest of the three temporary parts
-        8 f + 16 h + 4 q + 4 k   activations of a block per token of a microbatch; with adapters 12 h, not 16 h
+        4 k L             key-value cache, per token of prompt and completion
+        2 k + 2 V         decoding: the keys of one layer per token, and logits per completion, or 10 V if that is more
+        6 f + 10 h        reading prompts, per token of the prompts that are read at once, and their cache
+    added by the update: the activations, and the largest of the temporary parts
+        8 f + 26 h + 4 q + 4 k   activations of a block per token of a microbatch
         4 h                      the same with --gradient-checkpointing; one block at a time needs the row above, too
-        LM head                  4 R, four chunks of 2^27 float32 numbers, up to two gradients of the embedding, and
-                                 16 h per token; with a teacher six chunks, which are of both heads
-        8 R                      gradients of R on their way between ranks
-        backward of a block      4 R, a gradient of the embedding, 4 f + 6 h per token, 8 per parameter of the block
+        2 B                      copies of the weights in bfloat16, on one GPU; with --gradient-checkpointing only in
+                                 the forward pass
+        4 R                      weights outside the blocks, gathered, if there are several GPUs
+        LM head                  four chunks of 2^26 float32 numbers and a gradient of the embedding, or three of its
+                                 gradients if that is more, and 16 h per token
+        backward of a block      a gradient of the embedding, 4 f + 6 h per token, and 10 per parameter of the block if
+                                 there are several GPUs, else 4 f h
+        end of the backward      three gradients of a tied embedding
+
+The other six scripts (OTHERS) still differ. --precision auto counts as bfloat16, and as float32 with --cpu-gb. Frozen
+models take 2 B + 4 R, and so does a copy of the policy's weights in the rollout, which replaces the sampler. Hidden
+states are bfloat16 (16 h, not 26 h), and there are no other copies of weights. Chunks of logits have 2^27 numbers, or
+2^25 on a CPU. The cache grows in blocks of 128 tokens, and logits take up to 24 V. With adapters of rank r, there is
+one frozen model, and the adapters with their AdamW and gradients take 16 r (in + out) for every linear layer of the
+blocks.
 """
 
 import argparse
@@ -70,8 +78,8 @@ SHAPES = {  # as published in their config.json; the last value says whether the
 SMALL = {"SmolLM2-135M": (576, 1536, 30, 9, 3, 49152, True)}  # measured on a CPU
 CARDS = ((1, 24), (1, 48), (1, 80), (1, 141), (2, 24), (8, 80))  # number of GPUs, GB of each
 USABLE = 0.94  # of a GPU's GB; the driver reports about 1.07, but its context and gaps between tensors take the rest
-SCRIPTS = ("grpo", "dr_grpo", "dapo", "gspo", "reinforce", "ppo_rlhf", "dpo", "reward_model", "sft")
-SCRIPTS += ("cispo", "grpo_process", "grpo_tools", "gkd")
+OTHERS = ("grpo_tools", "gkd", "ppo_rlhf", "dpo", "reward_model", "sft")  # see above
+SCRIPTS = ("grpo", "dr_grpo", "dapo", "gspo", "reinforce", "cispo", "grpo_process", *OTHERS)
 SETTINGS = {  # flags that affect memory, with the value for scripts that lack the flag
     "precision": "bfloat16",
     "lora_rank": 0,
@@ -85,12 +93,13 @@ SETTINGS = {  # flags that affect memory, with the value for scripts that lack t
     "max_completion_length": 1024,
     "kl_coef": 0.0,
 }
-LOGITS_AT_ONCE = {"GPU": 2**27, "CPU": 2**25}  # as in the scripts
-CACHE_BLOCK = 128
+LOGITS_AT_ONCE = 2**26  # as in the scripts
+OTHERS_LOGITS = {"GPU": 2**27, "CPU": 2**25}
+CACHE_BLOCK = 128  # of the other scripts
 PROCESS = 0.7e9  # on a CPU: Python, the libraries, the data
-EVAL_SAMPLES = 4
-LETTERS = {"--lora-rank 8": "L", "--gradient-checkpointing": "C"}  # in the table of docs/memory.md
-LETTERS |= {"--microbatch-tokens": "M", "--rollout-batch-size": "R"}
+EVAL_SAMPLES = 4  # of the other scripts
+# in the table of docs/memory.md
+LETTERS = {"--gradient-checkpointing": "C", "--microbatch-tokens": "M", "--rollout-batch-size": "R"}
 
 
 def load_config(name):
@@ -115,9 +124,10 @@ def read_settings(script, tiny=False, **given):
     unknown = [name for name, value in given.items() if value is not None and name in SETTINGS and name not in own]
     if unknown:
         raise SystemExit(f"{script}.py has no --{unknown[0].replace('_', '-')}")
-    own["precision"] = SETTINGS["precision"]  # the default on a GPU, wherever this runs
+    if script in OTHERS:
+        own["precision"] = SETTINGS["precision"]  # the default on a GPU, wherever this runs
     if tiny:
-        own |= module.TINY
+        own |= module.TINY if script in OTHERS else vars(module.TINY)
     settings = SETTINGS | {name: value for name, value in own.items() if name in SETTINGS}
     settings |= {name: value for name, value in given.items() if value is not None}
     return SimpleNamespace(script=script, cpu=False, teacher=None, **settings)
@@ -162,6 +172,8 @@ def weight_bytes(models, settings, ranks):
     rows, gradients = {}, 0
     for name, model in models.items():
         total, frozen = model.blocks + model.root, inside * model.blocks + 4 * model.root
+        if settings.script not in OTHERS:
+            frozen = 4 * total
         trained = settings.lora_rank * model.adapters or total
         rows[name] = (frozen if settings.lora_rank else 4 * total) / ranks
         if settings.lora_rank:
@@ -170,6 +182,8 @@ def weight_bytes(models, settings, ranks):
         gradients += 4 * trained / ranks
         if name == "policy" and settings.kl_coef and not settings.lora_rank:
             rows["reference"] = frozen / ranks
+        if settings.script not in OTHERS:
+            rows["sampler"] = inside * total
         if name == "value model":
             rows["reward model"] = frozen / ranks
     if settings.teacher:  # its head stays gathered
@@ -179,12 +193,12 @@ def weight_bytes(models, settings, ranks):
 
 
 def is_sharded(settings, ranks):
-    """Return whether FSDP wraps the policy's weights. On one GPU it does if all are trained and blocks are bfloat16."""
-    return ranks > 1 or (settings.precision == "bfloat16" and not settings.lora_rank)
+    """Return whether FSDP wraps the policy's weights. In OTHERS it does on one GPU, too, to compute in bfloat16."""
+    return ranks > 1 or (settings.script in OTHERS and settings.precision == "bfloat16" and not settings.lora_rank)
 
 
 def gathered_bytes(model, settings, ranks):
-    """Return the bytes, on every rank, of the policy's weights as they are gathered for a rollout."""
+    """Return the bytes, on every rank, of the policy's weights as OTHERS gather them for a rollout."""
     inside = 2 if settings.precision == "bfloat16" else 4
     whole = inside * model.blocks + 4 * model.root if is_sharded(settings, ranks) else 0
     adapters = inside * settings.lora_rank * model.adapters if settings.precision == "bfloat16" or ranks > 1 else 0
@@ -198,8 +212,17 @@ def kept_per_token(model, settings):
     attention = size * (2 * model.queries + 2 * model.keys) + 4 * model.heads  # query, key, value, output; log-sum
     # Each norm keeps its input in float32, its output, and if its weight is trained, the normalised input.
     norms = 2 * (4 * model.hidden + size * (1 if rank else 2) * model.hidden + 4)
+    if settings.script not in OTHERS and settings.precision == "bfloat16":
+        # The normalised input is float32, too, and each of five linear layers has its own bfloat16 copy of the output.
+        norms = 2 * (8 * model.hidden + 4) + 5 * size * model.hidden
     thin = 7 * size * rank
     return mlp + attention + norms + thin, size * (2 * model.inner + model.hidden)
+
+
+def copied_bytes(model, settings, ranks):
+    """Return the bytes of the bfloat16 copies that torch.autocast makes of the policy's weights."""
+    is_autocast = settings.script not in OTHERS and settings.precision == "bfloat16" and ranks == 1
+    return 2 * model.blocks * is_autocast
 
 
 def update_bytes(models, settings, ranks):
@@ -207,7 +230,7 @@ def update_bytes(models, settings, ranks):
     row = settings.max_prompt_length + settings.max_completion_length
     tokens = max(settings.microbatch_tokens, 2 * row if settings.script == "dpo" else row)
     size, kept, work = (2 if settings.precision == "bfloat16" else 4), 0, []
-    sharded = is_sharded(settings, ranks)
+    is_other, sharded = settings.script in OTHERS, is_sharded(settings, ranks)
     gathered = sum(4 * model.root for model in models.values()) if sharded else 0
     for name, model in models.items():
         whole, more = kept_per_token(model, settings)
@@ -218,32 +241,59 @@ def update_bytes(models, settings, ranks):
         vocab, chunks = model.vocab, 4
         if settings.teacher:  # the logits of both models, and the temporary tensors of their divergence
             vocab, chunks = vocab + settings.teacher.vocab, 6
-        chunk = 4 * min(LOGITS_AT_ONCE["CPU" if settings.cpu else "GPU"], tokens * vocab)
-        head = gradient + max(gradient + (chunks - 1) * chunk, chunks * chunk) if name == "policy" else gradient
+        at_once = OTHERS_LOGITS["CPU" if settings.cpu else "GPU"] if is_other else LOGITS_AT_ONCE
+        chunk = 4 * min(at_once, tokens * vocab)
+        if is_other:
+            head = gradient + max(gradient + (chunks - 1) * chunk, chunks * chunk) if name == "policy" else gradient
+        elif tokens * vocab > at_once:  # the gradient of the chunks before, that of this chunk, and their sum
+            head = max(gradient + chunks * chunk, 3 * gradient)
+        else:
+            head = max(chunks * chunk, gradient + chunk)
         work.append(gathered + head + 16 * tokens * model.hidden)
-        # Gradients outside the blocks: as computed and as sent between ranks, or as sent and as received.
-        work.append(0 if settings.lora_rank else 2 * gathered)
-        # The block's weights and gradients in the dtype that it computes in, and the gradients in float32.
-        block = (2 * size + 4) * model.blocks / model.layers if sharded else 0
+        copied = copied_bytes(model, settings, ranks) if settings.gradient_checkpointing else 0
+        if is_other:
+            # The block's weights and gradients in the dtype that it computes in, and the gradients in float32.
+            block = (2 * size + 4) * model.blocks / model.layers if sharded else 0
+        elif sharded:  # and the weights of the next block
+            block = (3 * size + 4) * model.blocks / model.layers
+        else:  # a gradient of the MLP
+            block = 4 * model.inner * model.hidden + copied / model.layers
         again = whole if settings.gradient_checkpointing else 0
         work.append(gathered + gradient + block + tokens * (again + more + 4 * model.hidden))
+        if is_other:
+            # Gradients outside the blocks: as computed and as sent between ranks, or as sent and as received.
+            work.append(0 if settings.lora_rank else 2 * gathered)
+        else:
+            # The same at the end, when activations are gone. A tied embedding has two gradients, and then their sum.
+            is_tied = model.root < 2 * model.embedding
+            work.append(max(2 * gathered, gathered + (3 if is_tied else 1) * gradient) - kept)
+            work.append(copied + tokens * (2 * more + 8 * model.hidden))  # the end of the forward pass
     return kept, max(work)
 
 
 def rollout_bytes(model, settings, ranks):
     """Return the bytes of the key-value cache of the rows decoded at once, and the most bytes of temporary tensors."""
-    size = 2 if settings.precision == "bfloat16" else 4
+    size, is_other = (2 if settings.precision == "bfloat16" else 4), settings.script in OTHERS
     prompts, held_out = settings.prompts_per_step // ranks, settings.eval_prompts // ranks
     cap = settings.rollout_batch_size or prompts * settings.group_size
-    rows = min(cap, max(prompts * settings.group_size, held_out * EVAL_SAMPLES))
-    width = settings.max_prompt_length + math.ceil(settings.max_completion_length / CACHE_BLOCK) * CACHE_BLOCK
+    rows = min(cap, max(prompts * settings.group_size, held_out * (EVAL_SAMPLES if is_other else 1)))
+    block = CACHE_BLOCK if is_other else 1
+    width = settings.max_prompt_length + math.ceil(settings.max_completion_length / block) * block
     cache = 2 * size * model.keys * model.layers * rows * width
-    logits = 4 * rows * model.vocab
-    # The keys of a layer are copied to make room for a block of tokens. To draw a token, sampling holds the logits, the
-    # probabilities, and the probabilities and their sums in float64.
-    decoding = max(cache / model.layers / 2 + logits, 6 * logits) + 6 * 8 * rows * width  # ids, masks and positions
+    logits = rows * model.vocab
     read = settings.max_prompt_length * max(min(cap // settings.group_size, prompts), min(cap, held_out))
-    prefill = read * (3 * size * model.inner + (size + 8) * model.hidden)
+    if is_other:
+        # The keys of a layer are copied to make room for a block of tokens. To draw a token, sampling holds the logits,
+        # the probabilities, and the probabilities and their sums in float64.
+        decoding = max(cache / model.layers / 2 + 4 * logits, 24 * logits)
+        decoding += 6 * 8 * rows * width  # ids, masks and positions
+        prefill = read * (3 * size * model.inner + (size + 8) * model.hidden)
+    else:
+        # The keys of a layer are copied to add a token. To draw it, sampling holds the logits, and in float32 their
+        # quotient by the temperature and the probabilities.
+        decoding = max(cache / model.layers / 2 + size * logits, (size + 8) * logits)
+        in_cache = 2 * size * model.keys * model.layers
+        prefill = read * (3 * size * model.inner + (4 * size + 2) * model.hidden + in_cache)
     return cache, max(decoding, prefill - cache)
 
 
@@ -256,9 +306,13 @@ def account(config, settings, ranks=1, models=None):
     rows.append(("gradients", 0, gradients))
     if settings.prompts_per_step:
         cache, decoding = rollout_bytes(models["policy"], settings, ranks)
-        rows += [("copy of the weights", gathered_bytes(models["policy"], settings, ranks), 0)]
+        if settings.script in OTHERS:
+            rows += [("copy of the weights", gathered_bytes(models["policy"], settings, ranks), 0)]
         rows += [("key-value cache", cache, 0), ("decoding", decoding, 0)]
     kept, work = update_bytes(models, settings, ranks)
+    copied = sum(copied_bytes(model, settings, ranks) for model in models.values())
+    if copied and not settings.gradient_checkpointing:
+        rows.append(("bfloat16 copies of the weights", 0, copied))
     rows += [("activations kept", 0, kept), ("temporary tensors of one layer or the LM head", 0, work)]
     if not settings.prompts_per_step:
         rows = [(name, 0, update) for name, _, update in rows]
@@ -266,9 +320,9 @@ def account(config, settings, ranks=1, models=None):
 
 
 def find_fit(config, settings, gpu_gb, ranks=1, models=None):
-    """Return the first settings that fit, or None: with all weights trained, or else with adapters."""
+    """Return the first settings that fit, or None: with all weights trained, or else (in OTHERS) with adapters."""
     models = models or count_models(config, settings.script)
-    regimes = [{}] + [{"lora_rank": 8}] * (not settings.lora_rank)
+    regimes = [{}] + [{"lora_rank": 8}] * (settings.script in OTHERS and not settings.lora_rank)
     updates = [{}] + [{"gradient_checkpointing": True}] * (not settings.gradient_checkpointing)
     updates += [updates[-1] | {"microbatch_tokens": n} for n in (4096, 2048) if n < settings.microbatch_tokens]
     largest = settings.rollout_batch_size or settings.prompts_per_step * settings.group_size // ranks
@@ -347,12 +401,12 @@ def read_measured():
 
 def measured_table():
     """Return a table of the formulas and the measurements of benchmark/memory_cpu.py."""
-    names, rows = ("microbatch_tokens", "gradient_checkpointing", "lora_rank"), []
+    names, rows = ("microbatch_tokens", "gradient_checkpointing"), []
     for settings, formula, row in read_measured():
         flags = [f"--{name.replace('_', '-')} {getattr(settings, name)}" for name in names if getattr(settings, name)]
         measured = [in_gb(row[kind]) for kind in ("bytes", "bytes_given_back")]
         rows.append([settings.precision, f"`{' '.join(flags).replace(' True', '')}`", in_gb(formula), *measured])
-    header = ["precision of the blocks", "flags", "formula, GB", "measured, GB"]
+    header = ["precision", "flags", "formula, GB", "measured, GB"]
     return table([*header, "measured with `MALLOC_MMAP_THRESHOLD_`, GB"], rows)
 
 
@@ -395,7 +449,7 @@ def main(args):
         return write_page(args.write)
     config = load_config(args.model)
     given = {name: getattr(args, name) for name in SETTINGS}
-    if args.cpu_gb:
+    if args.cpu_gb and args.script in OTHERS:
         given["precision"] = given["precision"] or "float32"  # which takes more memory than bfloat16
     settings = read_settings(args.script, args.tiny, **given)
     settings.cpu = args.cpu_gb is not None
@@ -419,6 +473,8 @@ def main(args):
         state = sum((2 if settings.precision == "bfloat16" else 4) * m.blocks + 4 * m.root for m in models.values())
     print(f"host memory at the start: {in_gb(4 * whole * args.ranks)} GB, because each rank reads the whole model")
     saving = 4 * whole + state + max(4 * whole, state)  # a second checkpoint, and then a second state
+    if args.script not in OTHERS:
+        saving = 2 * (4 * whole + state)  # both are written before the older ones are removed
     print(f"disk: {in_gb(4 * whole + state)} GB per run, {in_gb(saving)} GB while it saves")
 
 

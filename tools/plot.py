@@ -8,7 +8,7 @@ the seed are drawn as one line, their mean, with a band from the lowest to the h
 a folder's name before the first "__". The band ends at the last step that all of these runs have, and thin lines show
 later values of single runs. With several lines, the picture shows the metrics that at least two lines have, and each
 run's main evaluation, such as eval/accuracy. If the reward has parts, the picture also shows them, as long as it has at
-most 16 panels. Below the table, the tool prints the settings that differ.
+most 16 panels. Below the table, the tool prints the settings that differ. Runs without metrics are left out.
 """
 
 import argparse
@@ -46,10 +46,14 @@ PANELS = EVALUATIONS | {
     "value/explained_variance": "explained variance of the values",
     "optim/grad_norm": "gradient norm",
 }
-NOT_PARTS = ("reward/mean", "reward/zero_std", "reward/trained_mean")  # any other reward/NAME is a part of the reward
+NOT_PARTS = ("reward/mean", "reward/zero_std")  # any other reward/NAME is a part of the reward
 MOST_PANELS = 16
 NOT_LEARNING = ("seed", "run_dir", "resume", "track", "eval_every", "save_every")
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # Okabe and Ito's
+
+
+class NoMetrics(SystemExit):
+    """A run that has not logged anything."""
 
 
 def read_rows(path):
@@ -83,7 +87,7 @@ def read_run(folder):
             if isinstance(value, int | float) and key != "step":
                 curves.setdefault(key, {})[row["step"]] = value
     if not curves:
-        raise SystemExit(f"{folder}: no metrics yet")
+        raise NoMetrics(f"{folder}: no metrics yet")
     about = {"name": name, "script": script, "settings": settings, "curves": curves}
     return SimpleNamespace(**about, args=args, folder=folder)
 
@@ -177,7 +181,16 @@ def table(groups, keys):
 
 
 def main(args):
-    runs = [read_run(folder) for folder in {Path(folder).resolve(): folder for folder in args.runs}.values()]
+    runs, empty = [], []
+    for folder in {Path(folder).resolve(): folder for folder in args.runs}.values():
+        try:
+            runs.append(read_run(folder))
+        except NoMetrics as error:
+            empty.append(str(error))
+    if not runs:
+        raise SystemExit("; ".join(empty))
+    for message in empty:
+        print(f"left out: {message}")
     groups = group_runs(runs)
     found = {key for run in runs for key in run.curves}
     keys = args.metrics or choose_metrics(groups)

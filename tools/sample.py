@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported, as in the scripts
 
 import torch
+from datasets import Dataset
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
@@ -95,24 +96,22 @@ def read_settings(given):
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items() if value is not None]
     before, sys.argv = sys.argv, ["grpo.py", *["--tiny"] * given.tiny, *flags]
     try:
-        args = grpo.parse_args()
+        return grpo.parse_args()
     finally:
         sys.argv = before
-    grpo.check_args(args)  # it replaces the precision "auto"
-    return args
 
 
 def load_rows(given, args, tokenizer):
     """Return rows in the form of load_rows: the given prompts, or rows of the split."""
     if given.prompt:
-        rows = []
         for number, text in enumerate(given.prompt, 1):
             if not text.strip():
                 raise SystemExit(f"prompt {number} is empty")
-            row, reason = grpo.read_row({"prompt": text}, args, tokenizer)
-            if reason:
-                raise SystemExit(f"prompt {number}, {text[:60]!r}, cannot be used: it is a row {reason}")
-            rows.append(row)
+        rows = grpo.read_rows(Dataset.from_dict({"prompt": given.prompt}), args, tokenizer)
+        read = {row["prompt"] for row in rows}
+        for number, text in enumerate(given.prompt, 1):
+            if text not in read:
+                raise SystemExit(f"prompt {number}, {text[:60]!r}, is longer than --max-prompt-length")
         return rows
     if given.split == "test":
         args.eval_prompts = given.num_prompts or args.eval_prompts
@@ -176,11 +175,12 @@ def summary(samples, n):
 def score(texts, rows):
     """Return the rewards; exit if the rule of grpo.py lacks answers."""
     try:
-        return grpo.sum_parts(grpo.score_completions(texts, rows), texts, "reward")[0]
+        scores = grpo.score_completions(texts, rows)
     except ValueError as error:
         if rows[0]["answer"] is not None:
             raise
-        raise SystemExit(f"{error}: docs/data.md shows how to sample with it") from error
+        raise SystemExit(f"{error} (docs/data.md shows how to sample with it)") from error
+    return [float(sum(score.values()) if isinstance(score, dict) else score) for score in scores]
 
 
 def main(given):
@@ -188,17 +188,15 @@ def main(given):
         given.prompt = [line for line in sys.stdin.read().splitlines() if line.strip()]
     if given.prompt and given.keep != "all":
         raise SystemExit(f"--keep {given.keep}: your own prompts have no answers, so no completion is right")
-    device = grpo.init_ranks()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     args = read_settings(given)
     given.system_prompt = args.system_prompt  # that of the model or of grpo.py if none was given
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     rows = load_rows(given, args, tokenizer)
-    model = grpo.load_model(args.model, tokenizer)
-    grpo.check_model(model, args)
-    policy = grpo.prepare_model(grpo.LogprobModel(model.requires_grad_(False)), args, device)
-    script = grpo
+    script, sampler = grpo, grpo.load_sampler(args, tokenizer, device)
     if given.calculator:
-        script, args.tool_tokens = grpo_tools, grpo_tools.Args.tool_tokens
+        script, sampler = grpo_tools, grpo_tools.LogprobModel(sampler)
+        args.tool_tokens = grpo_tools.Args.tool_tokens
     torch.manual_seed(args.seed % 2**63)
     n, samples, kept = given.num_samples if given.temperature else 1, [], []
     lot = random.Random(args.seed)
@@ -211,7 +209,7 @@ def main(given):
     file = open(f"{out}.unfinished" if out else os.devnull, "w")
     for start in tqdm(range(0, len(rows), size), unit="batch", disable=None):
         part = [row for row in rows[start : start + size] for _ in range(n)]
-        batch, texts = script.sample_completions(policy, tokenizer, part, given.temperature, args)
+        batch, texts = script.sample_completions(sampler, tokenizer, part, given.temperature, args)
         texts = [without_marks(text, tokenizer) for text in texts]
         printed = grpo_tools.mark_replies(tokenizer, batch) if given.calculator else texts
         rewards = [None] * len(texts)

@@ -125,9 +125,9 @@ const press = (key) => { document.onkeydown({ key, target: document.body }); ret
 
 
 def look_at(folder, place, code, first=""):
-    """Return what this code finds in the page of grpo and dapo at this place, after other code has run first."""
+    """Return what this code finds in the page of two scripts at this place, after other code has run first."""
     later = f"setTimeout(() => {{ {code} document.title = JSON.stringify(found); }}, 500);"
-    return json.loads(open_page(folder, write_page(folder, "grpo", "dapo"), place, LOOK + first + later)[1])
+    return json.loads(open_page(folder, write_page(folder, *place.split("/")[:2]), place, LOOK + first + later)[1])
 
 
 @in_browser
@@ -154,14 +154,14 @@ def test_after_a_link_keys_go_to_the_differences_around_its_place(tmp_path):
 @in_browser
 def test_a_link_below_the_line_unticks_the_box_only_on_arrival(tmp_path):
     code = """
-    const look = () => [$("only").checked, titled("without_adapters") !== undefined];
+    const look = () => [$("only").checked, titled("compute_logprobs") !== undefined];
     found.arrived = look();
     $("only").click();
     found.ticked = look();
     onhashchange();
     found.again = look();
     """
-    found = look_at(tmp_path, "grpo/dapo/without_adapters", code)
+    found = look_at(tmp_path, "grpo/reinforce/compute_logprobs", code)
     assert found == {"arrived": [False, True], "ticked": [True, False], "again": [False, True]}
 
 

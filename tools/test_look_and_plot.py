@@ -12,7 +12,7 @@ os.environ["MPLBACKEND"] = "Agg"  # no window
 import look
 import plot
 import pytest
-from tiny import ROOT, parse, read_jsonl, write_jsonl
+from toy import ROOT, parse, read_jsonl, write_jsonl
 
 import dpo
 import gkd
@@ -133,6 +133,16 @@ def test_metrics_can_be_chosen_and_what_is_no_number_is_left_out(tmp_path, capsy
     assert (run / "plot.png").exists()
 
 
+def test_runs_without_metrics_are_left_out(tmp_path, capsys):
+    good, new = write_run(tmp_path / "good", accuracies(0.5)), write_run(tmp_path / "new", [])
+    (crashed := write_run(tmp_path / "crashed", []) / "metrics.jsonl").unlink()
+    printed = run_plot(capsys, new, good, crashed.parent, out=str(tmp_path / "x.png"))
+    assert printed.startswith(f"left out: {new}: no metrics yet\nleft out: {crashed.parent}: no metrics yet\n")
+    assert [*table_cells(printed)] == [("good", "eval/accuracy")] and (tmp_path / "x.png").exists()
+    with pytest.raises(SystemExit, match="^[^;]*new: no metrics yet; [^;]*crashed: no metrics yet$"):
+        run_plot(capsys, new, crashed.parent)
+
+
 BAD = {
     "nothing": "no such folder",
     "folder": "not a run, it has no args.json",
@@ -200,13 +210,12 @@ def tiny_run(script, folder, data, **settings):
     return folder
 
 
-@pytest.mark.usefixtures("alone")
 def test_pages_of_real_runs(tmp_path):
     grpo_run = tiny_run(grpo, tmp_path / "grpo", "addition", prompts_per_step=2, group_size=2, minibatch_size=4)
     data = read_page(grpo_run)
-    for name in ("metrics", "samples", "eval_samples"):
+    for name in ("metrics", "samples"):
         assert data[name] == read_jsonl(grpo_run / f"{name}.jsonl") and data[name]
-    assert len(data["samples"][0]["completions"]) == 2 and len(data["eval_samples"]) == 12
+    assert len(data["samples"][0]["completions"]) == 2 and data["eval_samples"] == []
     shown = [key for key, _ in data["panels"]]
     assert shown[:4] == ["eval/accuracy", "reward/mean", "rollout/length_mean", "policy/entropy"]
     assert {"policy/ref_kl", "policy/clip_fraction_low", "optim/grad_norm"} <= set(shown)
@@ -230,7 +239,7 @@ def rewards_in_parts(*names):
 
 def test_parts_of_a_reward_are_shown_behind_it_if_there_is_room(tmp_path, capsys):
     usual = ["eval/accuracy", "reward/mean", *[key for key in plot.PANELS if key.startswith(("rollout/", "policy/"))]]
-    rest = rewards_in_parts("reward/zero_std", "reward/trained_mean", "eval/reward", "eval/pass@1")
+    rest = rewards_in_parts("reward/zero_std", "eval/reward", "eval/pass@1")
     parts = ["reward/format", "reward/right", "eval/reward/format", "eval/reward/right"]
     run = write_run(tmp_path / "a", [{"step": 1} | rewards_in_parts(*usual, *parts[::-1]) | rest])
     shown = [*usual[:2], *parts, *usual[2:]]
@@ -280,14 +289,15 @@ def test_the_page_shows_sums_with_their_parts_and_completions_without_rewards():
     ]
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_run_with_a_reward_in_parts_and_one_of_a_script_whose_samples_have_no_rewards(tmp_path, monkeypatch):
     monkeypatch.setattr(grpo, "reward_fn", lambda text, _answer: {"long": len(text) / 64, "even": len(text) % 2 == 0})
     settings = {"prompts_per_step": 2, "group_size": 2, "minibatch_size": 4}
     data = read_page(tiny_run(grpo, tmp_path / "grpo", "addition", **settings))
     assert [{*parts} for row in data["samples"] for parts in row["rewards"]] == [{"long", "even"}] * 4
     assert {"reward/long", "reward/even", "eval/reward/long", "eval/reward/even"} < {key for key, _ in data["panels"]}
-    data = read_page(tiny_run(gkd, tmp_path / "gkd", "addition", prompts_per_step=2))
+    gkd_run = tiny_run(gkd, tmp_path / "gkd", "addition", prompts_per_step=2)
+    data = read_page(gkd_run)
+    assert data["eval_samples"] == read_jsonl(gkd_run / "eval_samples.jsonl") and len(data["eval_samples"]) == 12
     assert data["samples"] and not any("rewards" in row for row in data["samples"])
     assert {row["reward"] for row in data["eval_samples"]} <= {0.0, 1.0}
 

@@ -7,11 +7,14 @@ from pathlib import Path
 import memory
 import pytest
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen2Config
 
 import gkd
 import grpo
+import grpo_tools
 import ppo_rlhf
 
 ROOT, CPU = Path(grpo.__file__).parent, torch.device("cpu")
@@ -31,19 +34,21 @@ def make_config(hidden=64, inner=256, layers=4, vocab=300, tied=True, shared=1):
     return Qwen2Config(**sizes, bos_token_id=None, eos_token_id=1, pad_token_id=0)
 
 
-def make_settings(script="grpo", **settings):
-    read = memory.read_settings(script, **{"precision": "bfloat16", "kl_coef": 0.0} | settings)
-    read.cpu = True
+def make_settings(script="grpo", kl_coef=0.0, **settings):
+    read = memory.read_settings(script, **{"precision": "bfloat16"} | settings)
+    read.cpu, read.kl_coef = True, kl_coef  # grpo_tools.py has no --kl-coef, but its formula has a reference
     return read
 
 
 def make_policy(config, settings):
-    """Return a random policy, made as in main of grpo.py."""
+    """Return a random policy, made as in main of grpo.py or grpo_tools.py."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
+    if settings.script == "grpo":
+        return grpo.prepare(grpo.Policy(model, settings.precision), settings, CPU)
     if settings.lora_rank:
-        grpo.add_adapters(model, settings.lora_rank)
-    return grpo.prepare_model(grpo.LogprobModel(model), settings, CPU)
+        grpo_tools.add_adapters(model, settings.lora_rank)
+    return grpo_tools.prepare_model(grpo_tools.LogprobModel(model), settings, CPU)
 
 
 def count_peak(run):
@@ -68,16 +73,35 @@ def count_update(config, settings, rows):
     """Return the peak of a forward and backward pass over rows of full length, with gradients already allocated."""
     policy = make_policy(config, settings)
     ids = torch.randint(0, config.vocab_size, (rows, settings.max_prompt_length + settings.max_completion_length))
-    ids = ids.split([settings.max_prompt_length, settings.max_completion_length], 1)
-
-    batch = {"prompt_ids": ids[0], "prompt_mask": torch.ones_like(ids[0])}
-    batch |= {"completion_ids": ids[1], "completion_mask": torch.ones_like(ids[1])}
+    given = (ids, torch.ones_like(ids), 1.0)
+    given[1][:, : settings.max_prompt_length] = 0
+    if settings.script != "grpo":
+        ids = ids.split([settings.max_prompt_length, settings.max_completion_length], 1)
+        batch = {"prompt_ids": ids[0], "prompt_mask": torch.ones_like(ids[0])}
+        given = (batch | {"completion_ids": ids[1], "completion_mask": torch.ones_like(ids[1])}, 1.0)
 
     def run():
-        policy(batch, 1.0)[0].sum().backward()
+        policy(*given)[0].sum().backward()
 
     run()
     return count_peak(run)
+
+
+def formula(config, settings, ranks=1):
+    """Return what the update allocates by the formulas, beside weights, gradients and moments."""
+    rows = memory.account(config, settings, ranks)
+    weights = memory.weight_bytes(memory.count_models(config, settings.script), settings, ranks)
+    return rows[-1][2] - memory.PROCESS - sum(weights[0].values()) - weights[1]
+
+
+@pytest.fixture(params=[1, 4])
+def ranks(request, monkeypatch):
+    """The number of ranks; the others exist only in the sizes of what this rank allocates."""
+    monkeypatch.setattr(grpo, "WORLD_SIZE", request.param)
+    if request.param > 1:
+        dist.destroy_process_group()
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=request.param)
+    return request.param
 
 
 # ---- what stays in memory
@@ -85,13 +109,19 @@ def count_update(config, settings, rows):
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("precision", ["bfloat16", "float32"])
-@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("rank", [None, 0, 4])
 def test_bytes_of_weights_gradients_and_moments_are_exact(rank, precision, tied):
-    config, settings = make_config(tied=tied), make_settings(precision="bfloat16", lora_rank=rank)
-    settings.precision, settings.kl_coef = precision, 0.04
-    policy = make_policy(config, settings)
+    """None for grpo.py, else the rank of the adapters of grpo_tools.py."""
+    script = "grpo" if rank is None else "grpo_tools"
+    config = make_config(tied=tied)
+    settings = make_settings(script, precision=precision, kl_coef=0.04, lora_rank=rank)
+    policy, sampler = make_policy(config, settings), None
     reference = AutoModelForCausalLM.from_config(config).requires_grad_(False)
-    reference = grpo.prepare_model(grpo.LogprobModel(reference), settings, CPU)
+    if script == "grpo":
+        reference = grpo.prepare(grpo.Policy(reference, precision), settings, CPU)
+        sampler = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, precision))
+    else:
+        reference = grpo_tools.prepare_model(grpo_tools.LogprobModel(reference), settings, CPU)
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     trained = [weight for weight in policy.parameters() if weight.requires_grad]
     for weight in trained:
@@ -105,7 +135,9 @@ def test_bytes_of_weights_gradients_and_moments_are_exact(rank, precision, tied)
         counted["policy: adapters"] = count_bytes(adapters)
     else:
         counted["reference"] = count_bytes(reference.parameters())
-    weights, gradients = memory.weight_bytes(memory.count_models(config, "grpo"), settings, ranks=1)
+    if sampler:
+        counted["sampler"] = count_bytes(sampler.parameters())
+    weights, gradients = memory.weight_bytes(memory.count_models(config, script), settings, ranks=1)
     assert weights == counted
     assert gradients == count_bytes(weight.grad for weight in trained)
 
@@ -158,12 +190,12 @@ def test_gkd_has_a_teacher_too_and_compares_both_heads(precision):
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("precision, rank", [("bfloat16", 0), ("bfloat16", 8), ("float32", 0), ("float32", 8)])
 def test_what_is_gathered_for_a_rollout_takes_what_was_counted_and_is_given_back(precision, rank, tied):
-    config, settings = make_config(hidden=256, inner=512, vocab=3000, tied=tied), make_settings(lora_rank=rank)
-    settings.precision = precision
+    config = make_config(hidden=256, inner=512, vocab=3000, tied=tied)
+    settings = make_settings("grpo_tools", precision=precision, lora_rank=rank)
     policy = make_policy(config, settings)
 
     def run():
-        with grpo.gathered(policy):
+        with grpo_tools.gathered(policy):
             pass
 
     expected = memory.gathered_bytes(memory.count_model(config), settings, ranks=1)
@@ -171,54 +203,99 @@ def test_what_is_gathered_for_a_rollout_takes_what_was_counted_and_is_given_back
     assert expected <= count_peak(run) <= 1.05 * expected  # the first call freed everything
 
 
-def test_ranks_share_all_but_what_they_gather():
-    settings, models = make_settings(), memory.count_models(make_config(), "grpo")
-    (one, gradients), (four, quarter) = (memory.weight_bytes(models, settings, ranks) for ranks in (1, 4))
-    assert four == {name: size / 4 for name, size in one.items()} and quarter == gradients / 4
+def test_ranks_share_all_but_what_they_gather_and_the_sampler():
+    for script in ("grpo", "grpo_tools"):
+        settings, models = make_settings(script), memory.count_models(make_config(), script)
+        (one, gradients), (four, quarter) = (memory.weight_bytes(models, settings, ranks) for ranks in (1, 4))
+        assert one.pop("sampler", 0) == four.pop("sampler", 0)
+        assert four == {name: size / 4 for name, size in one.items()} and quarter == gradients / 4
     gathered = [memory.gathered_bytes(models["policy"], settings, ranks) for ranks in (1, 4)]
     assert gathered[0] == gathered[1] > 0
 
 
 # ---- what is allocated for a while
 
+SIZES = [(64, 256, 4, 128, 1), (128, 320, 3, 256, 4)]
+LARGE = [*SIZES, (128, 512, 8, 16, 1)]  # of the last, weights and their copies are the largest part
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+@pytest.mark.parametrize("hidden, inner, layers, length, shared", LARGE)
+def test_activations_are_those_counted(hidden, inner, layers, length, shared, precision, checkpointing, ranks):
+    lengths = {"max_prompt_length": 1, "max_completion_length": length - 1, "microbatch_tokens": min(512, 4 * length)}
+    settings = make_settings(precision=precision, gradient_checkpointing=checkpointing, **lengths)
+    config = make_config(hidden, inner, layers, shared=shared)
+    counted = count_update(config, settings, rows=settings.microbatch_tokens // length)
+    assert 0.95 < formula(config, settings, ranks) / counted < (1.12 if ranks == 1 else 1.18)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tokens, at_once", [(64, 2**26), (256, 2**26), (256, 2**20), (256, 2**18)])
+def test_the_head_takes_what_was_counted(tokens, at_once, tied, ranks, monkeypatch):
+    """One chunk of logits or several; the gradients of the embedding or the chunks are the largest part."""
+    monkeypatch.setattr(grpo, "LOGITS_AT_ONCE", at_once)
+    monkeypatch.setattr(memory, "LOGITS_AT_ONCE", at_once)
+    lengths = {"max_prompt_length": 1, "max_completion_length": 31, "microbatch_tokens": tokens}
+    settings = make_settings(**lengths)
+    config = make_config(hidden=128, inner=128, layers=1, vocab=10_000, tied=tied)
+    counted = count_update(config, settings, rows=tokens // 32)
+    assert 0.95 < formula(config, settings, ranks) / counted < 1.1
+
+
+@pytest.mark.parametrize("shared", [1, 4])
+@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+@pytest.mark.parametrize("inner, vocab, length, tokens", [(128, 99, 16, 96), (128, 20_000, 16, 8), (1024, 99, 128, 2)])
+def test_the_rollout_takes_what_was_counted(inner, vocab, length, tokens, precision, shared):
+    """The cache is the largest part, or the logits, or what reading the prompts takes."""
+    config = make_config(hidden=128, inner=inner, layers=3, vocab=vocab, shared=shared)
+    sampler = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, precision)).eval()
+    # Without padding there is no mask, and attention takes another path.
+    prompts = [torch.randint(2, 99, (length - 3 * (number == 0),)).tolist() for number in range(8)]
+    prompts = [prompt for prompt in prompts for _ in range(4)]
+    counted = count_peak(lambda: grpo.generate(sampler, prompts, tokens, 1.0, []))
+    lengths = {"max_prompt_length": length, "max_completion_length": tokens}
+    settings = make_settings(precision=precision, prompts_per_step=8, group_size=4, eval_prompts=0, **lengths)
+    assert 0.9 < sum(memory.rollout_bytes(memory.count_model(config), settings, 1)) / counted < 1.15
+
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("precision, rank", [("bfloat16", 0), ("bfloat16", 8), ("float32", 8)])
-@pytest.mark.parametrize("hidden, inner, layers, length, shared", [(64, 256, 4, 128, 1), (128, 320, 3, 256, 4)])
-def test_activations_are_those_counted(hidden, inner, layers, length, shared, precision, rank, checkpointing):
+@pytest.mark.parametrize("hidden, inner, layers, length, shared", SIZES)
+def test_activations_of_the_other_scripts(hidden, inner, layers, length, shared, precision, rank, checkpointing):
     """The formula is at most 3 % too low or 12 % too high. With so many tokens, parts of constant size hardly count."""
     lengths = {"max_prompt_length": 4, "max_completion_length": length - 4, "microbatch_tokens": 512}
-    settings = make_settings(lora_rank=rank, gradient_checkpointing=checkpointing, **lengths)
-    settings.precision = precision
+    given = {"lora_rank": rank, "gradient_checkpointing": checkpointing, "precision": precision}
+    settings = make_settings("grpo_tools", **given, **lengths)
     config = make_config(hidden, inner, layers, shared=shared)
     counted = count_update(config, settings, rows=512 // length)
-    assert 0.97 < sum(memory.update_bytes(memory.count_models(config, "grpo"), settings, 1)) / counted < 1.12
+    assert 0.97 < formula(config, settings) / counted < 1.12
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("tokens", [64, 1024])
-def test_the_head_takes_what_was_counted(tokens, tied):
+def test_the_head_of_the_other_scripts(tokens, tied):
     """With 64 tokens, the gradients of the embedding are the largest part; with 1,024, the chunks of logits are."""
     lengths = {"max_prompt_length": 1, "max_completion_length": 31, "microbatch_tokens": tokens}
-    settings = make_settings(**lengths)
+    settings = make_settings("grpo_tools", **lengths)
     config = make_config(hidden=256, inner=256, layers=1, vocab=20_000, tied=tied)
     counted = count_update(config, settings, rows=tokens // 32)
-    assert 0.9 < sum(memory.update_bytes(memory.count_models(config, "grpo"), settings, 1)) / counted < 1.25
+    assert 0.9 < formula(config, settings) / counted < 1.25
 
 
 @pytest.mark.parametrize("shared", [1, 4])
 @pytest.mark.parametrize("vocab, tokens", [(100, 96), (20_000, 8)])
-def test_the_rollout_takes_what_was_counted(vocab, tokens, shared):
+def test_the_rollout_of_the_other_scripts(vocab, tokens, shared):
     """In one case the cache is the largest part, in the other the logits are."""
     config = make_config(hidden=128, inner=128, layers=3, vocab=vocab, shared=shared)
-    policy = make_policy(config, make_settings())
+    policy = make_policy(config, make_settings("grpo_tools"))
     prompts = torch.randint(2, 100, (8, 16)).repeat_interleave(4, 0)
     mask = torch.ones_like(prompts)
     mask[:4, :3] = 0  # without padding there is no mask, and attention takes another path
-    with grpo.gathered(policy) as sampler:
-        counted = count_peak(lambda: grpo.generate(sampler, prompts, mask, tokens, 1.0, []))
+    with grpo_tools.gathered(policy) as sampler:
+        counted = count_peak(lambda: ppo_rlhf.generate(sampler, prompts, mask, tokens, 1.0, []))
     lengths = {"max_prompt_length": 16, "max_completion_length": tokens}
-    settings = make_settings(prompts_per_step=8, group_size=4, **lengths)
+    settings = make_settings("grpo_tools", prompts_per_step=8, group_size=4, **lengths)
     settings.eval_prompts = 0
     formula = sum(memory.rollout_bytes(memory.count_model(config), settings, 1))
     assert 0.9 < formula / counted < 1.2
@@ -268,13 +345,15 @@ def test_a_model_that_cannot_be_loaded_is_named_in_one_sentence(name, tmp_path, 
 
 
 def test_what_is_found_to_fit_fits_and_nothing_before_it_does():
-    config, settings = memory.load_config("Qwen2.5-1.5B"), make_settings()
-    fit = memory.find_fit(config, settings, 24)
-    assert max(memory.account(config, fit)[-1][1:]) <= 24e9 * memory.USABLE
-    assert max(memory.account(config, settings)[-1][1:]) > 24e9 * memory.USABLE
-    larger = memory.SimpleNamespace(**vars(fit) | {"rollout_batch_size": 2 * fit.rollout_batch_size})
-    assert memory.account(config, larger)[-1][1] > 24e9 * memory.USABLE
-    assert memory.find_fit(config, settings, 1) is None
+    for script, size, gb in (("grpo", "0.5B", 18), ("grpo_tools", "1.5B", 24)):
+        config, settings = memory.load_config(f"Qwen2.5-{size}"), make_settings(script)
+        fit = memory.find_fit(config, settings, gb)
+        assert max(memory.account(config, fit)[-1][1:]) <= gb * 1e9 * memory.USABLE
+        assert max(memory.account(config, settings)[-1][1:]) > gb * 1e9 * memory.USABLE
+        larger = memory.SimpleNamespace(**vars(fit) | {"rollout_batch_size": 2 * fit.rollout_batch_size})
+        assert memory.account(config, larger)[-1][1] > gb * 1e9 * memory.USABLE
+        assert memory.find_fit(config, settings, 1) is None
+        assert (fit.lora_rank > 0) == (script == "grpo_tools")  # grpo.py has no adapters
 
 
 FITS = [(script, "0.5B", 48 if script == "ppo_rlhf" else 24) for script in memory.SCRIPTS]
@@ -291,18 +370,20 @@ def test_the_defaults_fit(script, size, gb, capsys, monkeypatch):
     assert f"\nfits in {gb} GB\n" in capsys.readouterr().out
 
 
-def test_an_evaluation_takes_no_more_than_a_step():
-    settings = memory.read_settings("grpo")
-    assert settings.eval_prompts * memory.EVAL_SAMPLES > settings.prompts_per_step * settings.group_size
+@pytest.mark.parametrize("script", ["grpo", "grpo_tools"])
+def test_an_evaluation_takes_no_more_than_a_step(script):
+    settings = memory.read_settings(script)
     model = memory.count_model(memory.load_config("Qwen2.5-0.5B"))
     without = memory.SimpleNamespace(**vars(settings) | {"eval_prompts": 0})
+    assert settings.eval_prompts > settings.prompts_per_step
     assert memory.rollout_bytes(model, settings, 1) == memory.rollout_bytes(model, without, 1)
 
 
 def test_constants_are_those_of_the_scripts():
-    assert (memory.CACHE_BLOCK, memory.EVAL_SAMPLES) == (grpo.CACHE_BLOCK, grpo.EVAL_SAMPLES)
-    assert memory.LOGITS_AT_ONCE == {"GPU": 2**27, "CPU": 2**25}
-    assert "LOGITS_AT_ONCE = 2**27 if torch.cuda.is_available() else 2**25  #" in (ROOT / "grpo.py").read_text()
+    assert memory.LOGITS_AT_ONCE == grpo.LOGITS_AT_ONCE
+    assert (memory.CACHE_BLOCK, memory.EVAL_SAMPLES) == (grpo_tools.CACHE_BLOCK, grpo_tools.EVAL_SAMPLES)
+    assert memory.OTHERS_LOGITS == {"GPU": 2**27, "CPU": 2**25}
+    assert "LOGITS_AT_ONCE = 2**27 if torch.cuda.is_available() else 2**25  #" in (ROOT / "grpo_tools.py").read_text()
 
 
 def test_command_line_says_what_fits(capsys, monkeypatch):
@@ -310,16 +391,23 @@ def test_command_line_says_what_fits(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", command)
     memory.main(memory.parse_args())
     said = capsys.readouterr().out
-    assert "host memory at the start: 2.0 GB" in said and "disk: 7.9 GB per run, 13.8 GB while" in said
+    assert "host memory at the start: 2.0 GB" in said and "disk: 7.9 GB per run, 15.8 GB while" in said
     assert "| key-value cache |" in said and "does not fit in 16 GB; this would fit: --gradient-checkpointing" in said
     monkeypatch.setattr(sys, "argv", ["memory.py", "--model", "SmolLM2-135M", "--cpu-gb", "16"])
     memory.main(memory.parse_args())
     said = capsys.readouterr().out
     assert "| process | 0.7 | 0.7 |" in said
+    assert "does not fit in 16 GB; this would fit: --rollout-batch-size 256" in said  # in bfloat16, the default
+    monkeypatch.setattr(sys, "argv", "memory.py --script grpo_tools --model SmolLM2-135M --cpu-gb 16".split())
+    memory.main(memory.parse_args())
+    said = capsys.readouterr().out
     assert "| copy of the weights |  |  |" in said  # float32, the default on a CPU
     assert "does not fit in 16 GB; this would fit: --rollout-batch-size 128" in said
     monkeypatch.setattr(sys, "argv", [*command, "--script", "dpo", "--group-size", "4"])
     with pytest.raises(SystemExit, match="dpo.py has no --group-size"):
+        memory.main(memory.parse_args())
+    monkeypatch.setattr(sys, "argv", [*command, "--lora-rank", "8"])
+    with pytest.raises(SystemExit, match="grpo.py has no --lora-rank"):
         memory.main(memory.parse_args())
 
 
@@ -390,7 +478,7 @@ def test_every_torchrun_command_of_the_pages_fits_its_gpus():
 
 @pytest.mark.parametrize(
     "flags, disk",
-    [("reward_model", "7.9 GB per run"), ("ppo_rlhf", "13.8 GB per run"), ("grpo --lora-rank 8", "3.2 GB per run")],
+    [("reward_model", "7.9 GB per run"), ("ppo_rlhf", "13.8 GB per run"), ("gkd --lora-rank 8", "3.2 GB per run")],
 )
 def test_command_line_counts_the_states_of_all_trained_models(flags, disk, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["memory.py", "--script", *flags.split()])

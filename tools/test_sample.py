@@ -11,14 +11,16 @@ from types import SimpleNamespace
 import pytest
 import sample
 import torch
+from datasets import Dataset
 from processes import run_file
-from tiny import FORMS, ROOT, TINY, load, make_folder, make_tokenizer, parse, read_jsonl, write_jsonl
+from tiny import FORMS, make_folder, make_tokenizer
+from toy import ROOT, TINY, parse, read_jsonl, write_jsonl
+from transformers import AutoTokenizer
 
 import dpo
 import grpo
 import sft
 
-pytestmark = pytest.mark.usefixtures("alone")
 TRAIN, TEST = (read_jsonl(ROOT / f"data/addition/{split}.jsonl") for split in ("train", "test"))
 
 
@@ -64,7 +66,7 @@ def test_kept_and_printed_rewards_are_those_of_the_rule(capsys):
 def test_rows_without_answers_need_a_reward_of_ones_own(monkeypatch, capsys):
     write_jsonl("plain.jsonl", [{"prompt": f"{i}+1="} for i in range(1, 9)])
     flags = ("--dataset", "plain.jsonl", "--eval-prompts", 1, "--num-samples", 2, "--out", "a.jsonl")
-    with pytest.raises(SystemExit, match="write a reward of your own: docs/data.md shows how to sample with it"):
+    with pytest.raises(SystemExit, match=r"a reward that needs none \(docs/data.md shows how to sample with it\)"):
         run(*flags)
     [page] = re.findall(r"^    (import grpo, my_reward, sample)\n    (.*)\n    (.*)\n", DATA_PAGE, re.MULTILINE)
     monkeypatch.setitem(sys.modules, "my_reward", SimpleNamespace(reward=lambda completion, _: float(len(completion))))
@@ -97,7 +99,8 @@ def test_a_reward_that_needs_no_answers_is_kept_as_the_number_it_is(monkeypatch,
     write_jsonl("rows.jsonl", [{"prompt": f"{i}+1="} for i in range(1, 16)])
     run("--dataset", "rows.jsonl", "--eval-prompts", 3, "--num-samples", 2, "--out", "a.jsonl")
     rows, shown = read_jsonl("a.jsonl"), capsys.readouterr().out
-    assert [row["prompt"] for row in rows[::2]] == ["4+1=", "5+1=", "15+1="]
+    held_out = Dataset.from_list(read_jsonl("rows.jsonl")).shuffle(seed=0)["prompt"][:3]
+    assert [row["prompt"] for row in rows[::2]] == held_out
     assert [row["reward"] for row in rows] == [len(row["completion"]) + 0.7 for row in rows]
     assert "mean reward" in shown and "accuracy" not in shown
 
@@ -119,20 +122,17 @@ def test_a_reward_in_parts_counts_as_their_sum(monkeypatch, capsys):
     run(*flags, "--keep", "right", "--out", "b.jsonl")
     kept = {(row["completion"], row["reward"]) for row in rows if row["reward"] >= 1}
     assert {(row["completion"], row["reward"]) for row in read_jsonl("b.jsonl")} == kept
-    monkeypatch.setattr(grpo, "reward_fn", lambda completion, _: {"short": 1.0} if completion else {})
-    monkeypatch.setattr(grpo, "sample_completions", lambda *_: ({"truncated": torch.zeros(2)}, ["5", ""]))
-    with pytest.raises(SystemExit, match="^short must be a finite number, but it is nan for the completion ''$"):
-        run("--num-prompts", 1, "--num-samples", 2, "--out", "c.jsonl")
 
 
 def test_greedy_completions_are_those_of_an_evaluation_and_samples_are_of_the_seed():
     run("--num-prompts", 16, "--temperature", 0, "--out", "a.jsonl")
     run("--num-prompts", 16, "--temperature", 0, "--seed", 7, "--rollout-batch-size", 5, "--out", "b.jsonl")
     assert Path("a.jsonl").read_text() == Path("b.jsonl").read_text()
-    model, tokenizer = load(grpo, TINY)
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
     args = parse(grpo, dataset="sums.jsonl", eval_prompts=16)
     _, prompts = grpo.load_rows(args, tokenizer)
-    _, texts = grpo.sample_completions(grpo.LogprobModel(model), tokenizer, prompts, 0.0, args)
+    sampler = grpo.load_sampler(args, tokenizer, torch.device("cpu"))
+    _, texts = grpo.sample_completions(sampler, tokenizer, prompts, 0.0, args)
     assert [row["completion"] for row in read_jsonl("a.jsonl")] == texts
     assert [row["prompt"] for row in read_jsonl("a.jsonl")] == [row["prompt"] for row in prompts]
     for name, seed in (("c", 1), ("d", 1), ("e", 2)):
@@ -142,9 +142,9 @@ def test_greedy_completions_are_those_of_an_evaluation_and_samples_are_of_the_se
 
 SMALL = [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(1, 11)]
 ROWS = [  # more rows of a test split than an evaluation has; all rows of a small file; its held-out rows
-    (["--split", "test", "--eval-prompts", 4, "--num-prompts", 512], TEST),
+    (["--split", "test", "--eval-prompts", 4, "--num-prompts", 512], Dataset.from_list(TEST).shuffle(seed=0)),
     (["--split", "train", "--eval-prompts", 0, "--dataset", "rows.jsonl"], SMALL),
-    (["--split", "test", "--eval-prompts", 2, "--dataset", "rows.jsonl"], [SMALL[1], SMALL[4]]),
+    (["--split", "test", "--eval-prompts", 2, "--dataset", "rows.jsonl"], Dataset.from_list(SMALL).shuffle(0).take(2)),
 ]
 
 
@@ -171,13 +171,12 @@ def test_another_model_is_sampled_by_its_template_and_sft_reads_back_what_it_was
     sizes = ["--eval-prompts", 3, "--num-samples", 2, "--max-completion-length", 24]
     sizes += ["--system-prompt", ""] * (form == "gemma")
     run("--model", folder, "--dataset", "rows.jsonl", *sizes, "--out", "a.jsonl")
-    (_, prompt_ids, prompt_mask, _, temperature, stop_ids, *_) = seen[-1]
+    (_, prompts, _, temperature, stop_ids) = seen[-1]
     assert temperature == 1.0 and stop_ids == sorted(tokenizer.convert_tokens_to_ids(special[:2]))
-    prompts = [ids[mask.bool()].tolist() for ids, mask in zip(prompt_ids, prompt_mask)]
     said = tokenizer.decode(prompts[0])
     assert ("Add." if system else "put your final answer within \\boxed{}." * (form != "gemma")) in said
     kept = read_jsonl("a.jsonl")
-    assert len(kept) == len(prompts) == 6 and any(row["completion"].strip() for row in kept) and "4+1=" in said
+    assert len(kept) == len(prompts) == 6 and any(row["completion"].strip() for row in kept) and "3+1=" in said
     args = sft.Args(dataset="a.jsonl", max_prompt_length=512, max_completion_length=64, eval_prompts=0)
     for row, prompt in zip(kept, prompts):
         [(example, _)] = sft.read_chat(row | {"completion": "5"}, tokenizer, args)
@@ -279,11 +278,10 @@ BAD = [
     (["--temperature", "nan"], "--temperature nan: must be"),
     (["--num-samples", "0"], "--num-samples 0: must be a finite number of at least 1"),
     (["--keep", "right", "--prompt", "1+1="], "--keep right: your own prompts have no answers"),
-    (["--prompt", "1+1=", "--max-completion-length", "300"], "but the model's context has only 256"),
     (["--eval-prompts", "0", "--dataset", "sums.jsonl"], "--eval-prompts 0: no rows are held out"),
     (["--prompt", "1+1=", "--dataset", "rows.jsonl"], "--prompt and --dataset: give only one of them"),
     (["--prompt", "1+1=", "--prompt", ""], "prompt 2 is empty"),
-    (["--prompt", "1+" * 40], "prompt 1, '1.1.*, cannot be used: it is a row with a prompt longer than"),
+    (["--prompt", "1+1=", "--prompt", "1+" * 40], "prompt 2, '1.1.*, is longer than --max-prompt-length"),
     (["--out", "rows.jsonl"], "--out rows.jsonl exists"),
 ]
 

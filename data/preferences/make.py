@@ -16,15 +16,17 @@ shows wrong work; at 1 it is 1 in 65. Each file has these kinds of pairs (chosen
     right answer, wrong answer 15 %   neither shows work
 
 Work is right if it is exactly what data/addition/make.py would write. Every run on the same machine writes the same
-bytes. Another machine may round differently and sample other completions, so the committed files are the reference.
+bytes. Another machine or version may sample other completions, so the committed files are the reference.
 """
 
 import json
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from datasets import Dataset
 from transformers import AutoTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -72,17 +74,16 @@ def classify(completion, worked, answer):
 
 def sample_completions(sums):
     """Return {class: distinct completions} for each sum."""
-    grpo.init_ranks()
-    tokenizer = AutoTokenizer.from_pretrained(str(ROOT / "models" / "tiny"))
-    policy = grpo.LogprobModel(grpo.load_model(str(ROOT / "models" / "tiny"), tokenizer))
-    args = grpo.Args(max_completion_length=48)
+    args = replace(grpo.TINY, rollout_batch_size=BATCH * NUM_SAMPLES)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    sampler = grpo.load_sampler(args, tokenizer, grpo.init_ranks())
     torch.manual_seed(0)
     found, num_wrong_work = [], 0
     for start in range(0, len(sums), BATCH):
         part = sums[start : start + BATCH]
-        prompts = [{"answer": a, "prompt_ids": grpo.encode_prompt(tokenizer, grpo.as_messages(p))} for p, _, a in part]
-        prompts = [prompt for prompt in prompts for _ in range(NUM_SAMPLES)]
-        batch, texts = grpo.sample_completions(policy, tokenizer, prompts, TEMPERATURE, args)
+        rows = grpo.read_rows(Dataset.from_list([{"prompt": p, "answer": a} for p, _, a in part]), args, tokenizer)
+        rows = [row for row in rows for _ in range(NUM_SAMPLES)]
+        batch, texts = grpo.sample_completions(sampler, tokenizer, rows, TEMPERATURE, args)
         for i, (_, worked, answer) in enumerate(part):
             classes = {}
             for k in range(i * NUM_SAMPLES, (i + 1) * NUM_SAMPLES):

@@ -3,7 +3,7 @@
     python examples/sorting/rewards.py inclusion --num-steps 20
 
 It takes the flags of grpo.py. By default, --model and --dataset are the base model and the data that run.sh makes.
-eval/accuracy and pass@k count exact matches, whatever the reward is.
+eval/accuracy counts exact matches, whatever the reward is.
 """
 
 import sys

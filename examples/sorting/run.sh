@@ -12,8 +12,8 @@ base_steps=${BASE_STEPS:-300} steps=${STEPS:-24} flags=${FLAGS:---eval-every 8 -
 export OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1
 
 train() { # train RUN STEPS COMMAND SETTINGS: skip a finished run, resume a stopped one
-    if [ -d "$1/state/$(printf %08d "$2")" ]; then return; fi
-    if ls "$1"/state/0* > /dev/null 2>&1; then
+    if [ -d "$1/state/$(printf %08d "$2")" ] || [ -d "$1/checkpoint-$(printf %06d "$2")" ]; then return; fi
+    if [ -n "$(ls -d "$1"/state/0* "$1"/checkpoint-* 2> /dev/null)" ]; then
         $3 --resume "$1" --num-steps "$2"
     else
         rm -rf "$1"

@@ -16,18 +16,18 @@ REWARDS = ("exact", "position", "inclusion", "repaired")
 TITLES = {
     "reward/mean": "reward of samples",
     "eval/accuracy": "exact match, greedy",
-    "eval/pass@1": "exact match of samples",
     "rollout/length_mean": "completion tokens",
 }
 
 
 def find_hacked(run):
-    """Return the hacked greedy completions of the evaluation that has the most of them."""
-    steps = {}
-    for row in plot.read_rows(run.folder / "eval_samples.jsonl"):
-        is_hacked = row["reward"] >= 1 and row["completion"].split() != row["answer"].split()
-        steps.setdefault(row["step"], []).extend([row] if is_hacked else [])
-    return max(steps.values(), key=len)
+    """Return the hacked completions of the last group in samples.jsonl that has the most of them."""
+    groups = []
+    for row in plot.read_rows(run.folder / "samples.jsonl"):
+        pairs = zip(row["completions"], row["rewards"])
+        hacked = [pair for pair in pairs if pair[1] >= 1 and pair[0].split() != row["answer"].split()]
+        groups.append((row, hacked))
+    return max(reversed(groups), key=lambda group: len(group[1]))
 
 
 def main(folder, picture):
@@ -38,10 +38,10 @@ def main(folder, picture):
     plot.PANELS |= TITLES
     plot.draw(groups, list(TITLES)).savefig(picture, dpi=80)
     for run in (run for runs in groups.values() for run in runs):
-        hacked = find_hacked(run)
-        print(f"{run.name}: {len(hacked)} hacked completions" + (f" at step {hacked[0]['step']}" if hacked else ""))
-        for row in hacked[:4]:
-            print(f"    {row['prompt']:12}  {row['reward']:.2f}  {row['completion']}")
+        row, hacked = find_hacked(run)
+        print(f"{run.name}: {len(hacked)} of {len(row['rewards'])} completions at step {row['step']} are hacked")
+        for completion, reward in hacked[:4]:
+            print(f"    {row['prompt']:12}  {reward:.2f}  {completion}")
     print(f"\n{plot.table(groups, TITLES)}\nwritten: {picture}")
 
 

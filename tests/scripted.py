@@ -1,0 +1,104 @@
+"""One rollout for every script and number of ranks: python -m pytest tests/test_updates.py
+
+Completions depend only on the prompt and on their number in its group, so that two ranks have what one has.
+Started on several ranks, this file saves what each script does with them.
+"""
+
+import hashlib
+import itertools
+import random
+import sys
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
+from toy import SCRIPTS, TINY, read_jsonl, short
+from transformers import AutoTokenizer
+
+GROUP_SIZE, PROMPTS_PER_STEP = 4, 4
+# On two ranks; with few tokens in a microbatch, ranks have unequal numbers of them.
+CASES = {name: {"microbatch_tokens": 40} for name in SCRIPTS}
+CASES |= {"grpo bfloat16": {"precision": "bfloat16"}, "reinforce bfloat16": {"precision": "bfloat16"}}
+
+
+def solutions(prompt):
+    """Completions of one sum, with and without steps, long and short; the first is right and the second wrong."""
+    terms = [int(term) for term in prompt.rstrip("=").split("+")]
+    draw = random.Random(int(hashlib.sha256(prompt.encode()).hexdigest(), 16))
+    for number in itertools.count():
+        slip = draw.choice([0, 0, 1])
+        if number < 2:
+            slip = number
+        total, steps = terms[0], []
+        for term in terms[1:]:
+            steps.append(f"{total}+{term}={total + term + slip}")
+            total += term + slip
+        thought = draw.choice(["", f"<think>{';'.join(steps)}</think>"])
+        yield f"{thought}\\boxed{{{total}}}", draw
+
+
+class Rollouts:
+    """Takes the place of a script's generate."""
+
+    def __init__(self):
+        self.tokenizer = AutoTokenizer.from_pretrained(TINY)
+        self.running = {}
+
+    def __call__(self, model, prompts, max_completion_length, temperature, stop_ids):
+        completions = []
+        for ids in prompts:
+            prompt = self.tokenizer.decode(ids).removeprefix("<|user|>").removesuffix("<|assistant|>")
+            text, draw = next(self.running.setdefault((prompt, temperature), solutions(prompt)))
+            tokens = (self.tokenizer.encode(text) + stop_ids[:1])[:max_completion_length]
+            with torch.no_grad():
+                logits = model(torch.tensor([ids + tokens])).logits[0, len(ids) - 1 : -1].float()
+            logprobs = logits.log_softmax(-1).gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1)
+            # A sampler that differs a little has weights other than 1.
+            completions.append((tokens, [logprob + 0.2 * draw.random() - 0.1 for logprob in logprobs.tolist()]))
+        return completions
+
+
+def run(script, folder, patch, **settings):
+    """Run two steps of a script; return the gradient and the loss of each update, metrics, and final weights.
+
+    Each step has one update, so that its completions are the same on one rank and on two.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    found = {"gradients": [], "weights": []}
+    step_optimizer = script.step_optimizer
+
+    def full(tensor):
+        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone().flatten()
+
+    def recorded(policy, *rest):
+        found["gradients"].append(torch.cat([full(weight.grad) for weight in policy.parameters()]))
+        norm = step_optimizer(policy, *rest)
+        found["weights"].append(torch.cat([full(weight) for weight in policy.parameters()]))
+        return norm
+
+    patch.setattr(script, "step_optimizer", recorded)
+    patch.setattr(script, "generate", Rollouts())
+    sizes = {"prompts_per_step": PROMPTS_PER_STEP, "group_size": GROUP_SIZE, "minibatch_size": 16, "num_steps": 2}
+    sizes |= {"max_completion_length": 48, "microbatch_tokens": 200, "max_grad_norm": 1000.0, "learning_rate": 1e-4}
+    sizes |= {"eval_every": 100, "eval_prompts": 6, "max_rounds": 3, "save_every": 100}
+    args = short(script, folder, **sizes | settings)
+    script.main(args)
+    found["metrics"] = read_jsonl(f"{args.run_dir}/metrics.jsonl")
+    return found
+
+
+if __name__ == "__main__":
+    import pytest
+
+    target = Path(sys.argv[1])  # parse changes sys.argv
+    device = SCRIPTS["grpo"].init_ranks()
+    torch.distributed.destroy_process_group, destroy = lambda: None, torch.distributed.destroy_process_group
+    for case, settings in CASES.items():
+        script = SCRIPTS[case.split()[0]]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(script, "init_ranks", lambda: device)  # once for all
+            found = run(script, target / case, patch, **settings)
+        if script.RANK == 0:
+            torch.save(found, target / case / "found.pt")
+    destroy()

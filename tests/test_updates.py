@@ -1,0 +1,140 @@
+"""Gradients of whole runs do not depend on microbatches, left-out completions or ranks; three recorded steps.
+
+python -m pytest tests/test_updates.py
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from processes import run_on_ranks
+from scripted import CASES, Rollouts, run
+from toy import ROOT, SCRIPTS, TINY, call, read_jsonl, relative_error, short
+from transformers import AutoTokenizer
+
+import grpo
+
+pytestmark = pytest.mark.usefixtures("float32_products")
+each_script = pytest.mark.parametrize("name", SCRIPTS)
+TOKEN_MEANS = ("dapo", "cispo")  # the others divide by completions
+RECORDED = Path(__file__).parent / "data" / "three_steps.json"
+
+
+@pytest.fixture
+def float32_products():
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+@each_script
+def test_the_update_is_the_gradient_of_the_mean_loss(name, tmp_path, monkeypatch):
+    """All completions of the rollout in one batch, also those of advantage 0, and the divisor of the paper."""
+    script = SCRIPTS[name]
+    seen, microbatches = {}, script.microbatches
+
+    def record(batch, *rest):
+        seen.setdefault("batch", {key: value.clone() for key, value in batch.items()})
+        return microbatches(batch, *rest)
+
+    monkeypatch.setattr(script, "microbatches", record)
+    found = run(script, tmp_path, monkeypatch, num_steps=1)
+    batch, args = seen["batch"], short(script, tmp_path, max_completion_length=48)
+    policy = script.load_policy(args, AutoTokenizer.from_pretrained(TINY), torch.device("cpu"))
+    logprobs, _ = policy(batch["ids"], batch["completion_mask"], 1.0)
+    given = vars(args) | batch | {"logprobs": logprobs}
+    given |= {"old_logprobs": logprobs.detach(), "ref_logprobs": logprobs.detach()}
+    loss, _ = call(script.policy_loss, given)
+    count = len(batch["ids"])
+    if name in TOKEN_MEANS:
+        count = batch["completion_mask"].sum()
+    (loss / count).backward()
+    expected = torch.cat([weight.grad.flatten() for weight in policy.parameters()])
+    assert expected.norm() > 0.01
+    assert relative_error(found["gradients"][0], expected) < 1e-4
+    step = found["metrics"][1]
+    assert step["loss/policy"] == pytest.approx((loss / count).item(), rel=1e-4, abs=1e-6)
+    assert step["optim/grad_norm"] == pytest.approx(expected.norm().item(), rel=1e-4)
+    assert step["policy/sampler_kl"] > 0
+
+
+@each_script
+def test_microbatches_change_nothing(name, tmp_path, monkeypatch):
+    runs = []
+    for tokens in (1, 90, 100_000):
+        with monkeypatch.context() as patch:
+            runs.append(run(SCRIPTS[name], tmp_path / str(tokens), patch, microbatch_tokens=tokens))
+    for other in runs[1:]:
+        assert_same(runs[0], other, 1e-4)
+
+
+def assert_same(found, expected, tolerance):
+    for ours, right in zip(found["gradients"], expected["gradients"], strict=True):
+        assert relative_error(ours, right) < tolerance
+    moved = [weights[-1] - weights[0] for weights in (found["weights"], expected["weights"])]
+    assert moved[1].norm() > 0
+    for ours, right in zip(found["metrics"], expected["metrics"], strict=True):
+        assert ours.keys() == right.keys()
+        for key, value in right.items():
+            if not key.startswith("perf/"):
+                assert ours[key] == pytest.approx(value, rel=10 * tolerance, abs=tolerance), (ours["step"], key)
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two_ranks")
+    run_on_ranks("scripted.py", folder)
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_have_gradients_and_metrics_of_one(case, on_two_ranks, tmp_path, monkeypatch):
+    """They share prompts and have unequal numbers of microbatches; in bfloat16 they differ by rounding."""
+    alone = run(SCRIPTS[case.split()[0]], tmp_path, monkeypatch, **CASES[case])
+    tolerance = 0.25 if "bfloat16" in case else 1e-4
+    assert_same(torch.load(on_two_ranks / case / "found.pt"), alone, tolerance)
+
+
+def three_steps(script, folder, patch, **settings):
+    """Metrics of three steps with two updates each, of rollouts that are scripted."""
+    patch.setattr(script, "generate", Rollouts())
+    args = short(script, folder, num_steps=3, max_completion_length=48, eval_every=3, **settings)
+    script.main(args)
+    lines = read_jsonl(f"{args.run_dir}/metrics.jsonl")
+    return [{key: value for key, value in line.items() if not key.startswith("perf/")} for line in lines]
+
+
+@each_script
+def test_three_steps_are_as_recorded(name, tmp_path, monkeypatch):
+    """A change of a number must say so. PYTHONPATH=. python tests/test_updates.py records them anew."""
+    found = three_steps(SCRIPTS[name], tmp_path, monkeypatch)
+    for ours, right in zip(found, json.loads(RECORDED.read_text())[name], strict=True):
+        assert ours == pytest.approx(right, rel=1e-3, abs=1e-5)
+
+
+def test_without_a_reference_completions_of_advantage_zero_are_not_computed(tmp_path, monkeypatch):
+    """Their gradient is 0, and the divisor counts them."""
+    seen, policy_loss = [], grpo.policy_loss
+
+    def record(*args):
+        seen.append((args[4], args[5]))
+        return policy_loss(*args)
+
+    monkeypatch.setattr(grpo, "policy_loss", record)
+    monkeypatch.setattr(grpo, "reward_fn", lambda completion, answer: float(len(completion) % 2) if answer else 0.0)
+    found = run(grpo, tmp_path, monkeypatch, kl_coef=0.0, num_steps=1)
+    tokens = sum(mask.sum() for _, mask in seen)
+    assert all((advantages != 0).all() for advantages, mask in seen if mask.any())
+    assert found["metrics"][1]["reward/zero_std"] == 0 or tokens < found["metrics"][1]["rollout/length_mean"] * 16
+    assert "policy/ref_kl" not in found["metrics"][1]
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    recorded = {}
+    for name, script in SCRIPTS.items():
+        with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+            recorded[name] = three_steps(script, folder, patch)
+    RECORDED.write_text(json.dumps(recorded, indent=1) + "\n")
+    print(f"{RECORDED.relative_to(ROOT)}: {', '.join(recorded)}")
