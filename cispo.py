@@ -368,7 +368,7 @@ def parse_answer(text):
     text = re.sub(r" ?([^\w\s]) ?", r"\1", " ".join(text.split())).strip("{}* ")  # ( 1, 2 ) -> (1,2)
     match = re.fullmatch(
         r"([+-]?(?:\d{1,30}(?:\.\d{1,30}|/[1-9]\d{0,30})?|\.\d{1,30}))"  # longer numbers could take minutes to parse
-        r"(?i:(?:\{| (?=\w\w))(?!\w*illion|thous|hundr|doz|hal[fv]|perc|(?:and|or|pi|[ap]m)\b)[a-z]+)*",  # a unit
+        r"(?i:(?:\{| (?=\w\w))(?!\w*illion|thous|hundr|doz|hal[fv]|perc|(?:and|or|pi|[ap]m|[iekxy])\b)[a-z]+)*",  # unit
         text,
     )
     if match:
@@ -448,7 +448,7 @@ def read_rows(rows, args, tokenizer):
     for row in inner_bar(rows, "rows"):
         prompt = row[prompt_column]
         answer = row.get(answer_column)
-        if prompt is None or (answer is None and answer_column):
+        if not prompt or (answer is None and answer_column):
             continue
         messages = prompt
         if isinstance(prompt, str):
