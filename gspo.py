@@ -339,25 +339,6 @@ LOGITS_AT_ONCE = 2**26  # at most, tokens times vocabulary: 256 MiB
 inner_bar = partial(tqdm, leave=False, delay=5, disable=RANK > 0)  # a progress bar that appears after five seconds
 
 
-def extract_answer(text):
-    r"""Return the final answer of a text: its last \boxed{}, else the rest of the line after ####, else None."""
-    text = text.rpartition("</think>")[2]
-    if "\\boxed{" in text:
-        text = text.rpartition("\\boxed{")[2]
-        depth = 1  # of braces
-        for place, letter in enumerate(text):
-            if letter == "{":
-                depth += 1
-            elif letter == "}":
-                depth -= 1
-            if depth == 0:
-                return text[:place]
-        return None  # the box was cut off
-    if "####" in text:
-        return text.rpartition("####")[2].strip().partition("\n")[0]
-    return None
-
-
 def parse_answer(text):
     r"""Return a number as a Fraction, without its unit, and any other answer without formatting, to compare them.
 
@@ -375,6 +356,25 @@ def parse_answer(text):
     if match:
         return Fraction(match[1])
     return text
+
+
+def extract_answer(text):
+    r"""Return the final answer of a text: its last \boxed{}, else the rest of the line after ####, else None."""
+    text = text.rpartition("</think>")[2]
+    if "\\boxed{" in text:
+        text = text.rpartition("\\boxed{")[2]
+        depth = 1  # of braces
+        for place, letter in enumerate(text):
+            if letter == "{":
+                depth += 1
+            elif letter == "}":
+                depth -= 1
+            if depth == 0:
+                return text[:place]
+        return None  # the box was cut off
+    if "####" in text:
+        return text.rpartition("####")[2].strip().partition("\n")[0]
+    return None
 
 
 def parse_args():
