@@ -23,11 +23,7 @@ sys.path.insert(0, str(ROOT))
 MODEL, RESULT = ROOT / "models" / "smollm2", ROOT / "benchmark" / "results" / "memory_cpu.json"
 COMMON = {"prompts_per_step": 4, "minibatch_size": 16, "eval_prompts": 0, "microbatch_tokens": 2048}
 COMMON |= {"max_prompt_length": 160, "max_completion_length": 64}
-ROWS = [
-    {"precision": precision} | row
-    for row in ({"microbatch_tokens": 1024}, {}, {"gradient_checkpointing": True})
-    for precision in ("bfloat16", "float32")
-]
+ROWS = [{"precision": "bfloat16", "microbatch_tokens": 1024}]
 
 
 def run(row):
@@ -37,6 +33,7 @@ def run(row):
     import grpo
 
     grpo.save = lambda *_: None
+    grpo.reward_fn = lambda completion, _: len(completion)  # without a gradient AdamW would make no step
     with tempfile.TemporaryDirectory() as folder:
         settings = COMMON | row | {"num_steps": 1, "run_dir": f"{folder}/run"}
         grpo.main(grpo.Args(model=str(MODEL), dataset=str(ROOT / "data/word_problems/mawps"), **settings))

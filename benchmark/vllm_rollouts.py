@@ -86,12 +86,16 @@ def time_rollouts(model):
     args = grpo.parse_args()
     device = grpo.init_ranks()
     tokenizer = grpo.AutoTokenizer.from_pretrained(args.model)
-    policy = grpo.prepare_model(grpo.LogprobModel(grpo.load_model(args.model, tokenizer)), args, device)
-    rows = [{"prompt_ids": grpo.encode_prompt(tokenizer, [{"role": "user", "content": text}], None)}] * count
-    names = ("gathered", "generate")
+    chat = [{"role": "user", "content": text}]
+    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    rows = [{"prompt_ids": ids}] * count
+    names = ("copy_weights", "sample_completions", "generate")
     own = {name: getattr(grpo, name) for name in names}
-    sampler = vllm_rollout.Sampler(grpo, args, 0.4)
+    samplers = {"own sampler": grpo.load_sampler(args, tokenizer, device)}
+    engine = vllm_rollout.Sampler(grpo, args, 0.4)
     ours = {name: getattr(grpo, name) for name in names}
+    policy = grpo.load_policy(args, tokenizer, device)
+    samplers["vLLM"] = engine.load_sampler(args, tokenizer, device)
     seconds = {"own sampler": [], "vLLM": [], "push": []}
     for pair in range(-1, PAIRS):  # the first is not counted
         for name, functions in (("own sampler", own), ("vLLM", ours)):
@@ -99,13 +103,13 @@ def time_rollouts(model):
                 setattr(grpo, function, value)
             torch.manual_seed(pair)
             start, cpu = time.perf_counter(), time.process_time()
-            batch, _ = grpo.sample_completions(policy, tokenizer, rows, 1.0, args)
+            grpo.copy_weights(policy, samplers[name])
+            batch, _ = grpo.sample_completions(samplers[name], tokenizer, rows, 1.0, args)
             spent = time.perf_counter() - start, time.process_time() - cpu, int(batch["completion_mask"].sum())
             if pair >= 0:
                 seconds[name].append(spent)
         start, cpu = time.perf_counter(), time.process_time()
-        with sampler.gathered(policy):
-            pass
+        engine.copy_weights(policy, engine)
         if pair >= 0:
             seconds["push"].append((time.perf_counter() - start, time.process_time() - cpu, 0))
     print(f"{args.model}: {count} completions of up to {args.max_completion_length} tokens, {PAIRS} pairs")
@@ -115,7 +119,7 @@ def time_rollouts(model):
     per_token = [[cpu / tokens for _, cpu, tokens in seconds[name]] for name in ("vLLM", "own sampler")]
     ratios = [ours / theirs for ours, theirs in zip(*per_token)]
     print("CPU seconds a token, vLLM / own sampler:", [round(ratio, 2) for ratio in ratios])
-    sampler.engine.llm_engine.engine_core.shutdown()
+    engine.engine.llm_engine.engine_core.shutdown()
 
 
 if __name__ == "__main__":

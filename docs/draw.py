@@ -35,7 +35,7 @@ PARTS = table("""
     loss | k3 policy_loss | the formula, on tensors (B, L)
     training loop | main | sample, score, update; the divisor of the loss
     the line | below
-    answers | extract_answer parse_answer | compared as numbers: 1/2 equals 0.5
+    answers | parse_answer extract_answer | compared as numbers: 1/2 equals 0.5
     flags | parse_args init_ranks check_args | and torchrun's ranks
     data | load_rows read_rows | of files or of the hub, through the chat template
     model | load_policy load_model find_turn_end | weights, stop tokens

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 GROUP_SIZE, PROMPTS_PER_STEP = 4, 4
 # On two ranks; with few tokens in a microbatch, ranks have unequal numbers of them.
-CASES = {name: {"microbatch_tokens": 40} for name in SCRIPTS}
+CASES = {name: {"microbatch_tokens": 80} for name in SCRIPTS}
 CASES |= {"grpo bfloat16": {"precision": "bfloat16"}, "reinforce bfloat16": {"precision": "bfloat16"}}
 
 
@@ -65,7 +65,7 @@ def run(script, folder, patch, **settings):
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    found = {"gradients": [], "weights": []}
+    found = {"gradients": [], "weights": [], "sharded": True}
     step_optimizer = script.step_optimizer
 
     def full(tensor):
@@ -77,6 +77,14 @@ def run(script, folder, patch, **settings):
         found["weights"].append(torch.cat([full(weight) for weight in policy.parameters()]))
         return norm
 
+    def compute_logprobs(policy, *rest):
+        logprobs = script_compute(policy, *rest)
+        found["sharded"] = all(isinstance(weight, DTensor) for weight in policy.parameters())
+        return logprobs
+
+    if script.__name__ != "reinforce":
+        script_compute = script.compute_logprobs
+        patch.setattr(script, "compute_logprobs", compute_logprobs)
     patch.setattr(script, "step_optimizer", recorded)
     patch.setattr(script, "generate", Rollouts())
     sizes = {"prompts_per_step": PROMPTS_PER_STEP, "group_size": GROUP_SIZE, "minibatch_size": 16, "num_steps": 2}

@@ -90,30 +90,32 @@ def test_stop_ids_are_all_that_model_tokenizer_and_template_name(tmp_path):
     assert grpo.find_turn_end(tokenizer) is None
 
 
-def test_batches_texts_and_truncation():
+@pytest.mark.parametrize("limit, stop_ids", [(6, [STOP]), (12, [STOP]), (12, [STOP, 9])])
+def test_batches_texts_and_truncation(limit, stop_ids):
     """What sample_completions makes of completions, in several batches, and texts without their stop token."""
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     args = grpo.Args(model=str(TINY), precision="float32", max_prompt_length=9, rollout_batch_size=3)
-    args.max_completion_length = 6
+    args.max_completion_length = limit
     sampler = grpo.load_sampler(args, tokenizer, torch.device("cpu"))
+    sampler.generation_config.eos_token_id = stop_ids
     rows = [{"prompt_ids": tokenizer.encode(text)} for text in ("12+34=", "5+6=", "5+6=", "1+1=", "99+1=")]
     torch.manual_seed(0)
-    batch, texts = grpo.sample_completions(sampler, tokenizer, rows, 1.0, args)
+    batch, texts = grpo.sample_completions(sampler, tokenizer, rows, 2.0, args)
     torch.manual_seed(0)
     pairs = []
     for part in (rows[:3], rows[3:]):
         prompts = [row["prompt_ids"] for row in part]
-        pairs += grpo.generate(sampler, prompts, 6, 1.0, [STOP])
-    assert batch["ids"].shape == (5, 15)
+        pairs += grpo.generate(sampler, prompts, limit, 2.0, stop_ids)
+    assert batch["ids"].shape == (5, 9 + limit)
     for i, (row, (tokens, logprobs)) in enumerate(zip(rows, pairs, strict=True)):
         start, end = len(row["prompt_ids"]), len(row["prompt_ids"]) + len(tokens)
-        assert batch["ids"][i].tolist() == row["prompt_ids"] + tokens + [0] * (15 - end)
+        assert batch["ids"][i].tolist() == row["prompt_ids"] + tokens + [0] * (9 + limit - end)
         assert batch["completion_mask"][i].nonzero().flatten().tolist() == list(range(start, end))
         assert batch["sampler_logprobs"][i, start:end].tolist() == pytest.approx(logprobs)
         assert batch["sampler_logprobs"][i].count_nonzero() <= len(tokens)
         assert batch["total_lengths"][i] == end
-        assert batch["truncated"][i] == (tokens[-1] != STOP)
-        assert texts[i] == tokenizer.decode([token for token in tokens if token != STOP])
+        assert batch["truncated"][i] == (tokens[-1] not in stop_ids)
+        assert texts[i] == tokenizer.decode([token for token in tokens if token not in stop_ids])
 
 
 # ---- the draw
@@ -153,13 +155,13 @@ def test_frequencies_of_a_vocabulary_of_any_size(vocab_size):
 
 def test_rare_ids_of_a_large_vocabulary_are_drawn(monkeypatch):
     """Of 151,936 ids the first has nearly all probability, each other one 1e-8: float32 sums would lose them."""
-    logits = torch.full((1, 151_936), -18.4)
+    logits = torch.full((1, 151_936), -25.0)
     logits[0, 0] = 0.0
-    tail = 1 / (1 + math.exp(18.4) / 151_935)  # the probability of all others together
+    tail = 1 / (1 + math.exp(25.0) / 151_935)  # the probability of all others together
     let_draws_be(monkeypatch, 1 - tail + tail * torch.linspace(0.001, 0.999, 400, dtype=torch.float64))
     tokens, logprobs = grpo.sample_tokens(logits.expand(400, -1), 1.0)
     assert (tokens > 0).all() and len(tokens.unique()) > 390
-    assert logprobs.tolist() == pytest.approx([-18.4] * 400, abs=1e-2)
+    assert logprobs.tolist() == pytest.approx([-25.0] * 400, abs=1e-2)
 
 
 def test_at_temperature_zero_the_likeliest_is_taken():

@@ -134,9 +134,10 @@ class TestBfloat16:
         assert seen == {"block": torch.bfloat16, "head": torch.float32}
         assert {weight.grad.dtype for weight in policy.parameters()} == {torch.float32}
 
-    def test_small_steps_move_rounded_weights_in_proportion(self):
+    def test_small_steps_move_rounded_weights_in_proportion(self, tmp_path):
         """A step of 1e-6 times a uniform gradient moves as much of a bfloat16 copy on average as of the weight."""
-        policy, sampler = load(precision="bfloat16")
+        AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.bfloat16).save_pretrained(tmp_path)
+        policy, sampler = load(precision="bfloat16", model=str(tmp_path))
         before = [weight.clone() for weight in sampler.parameters()]
         with torch.no_grad():
             for weight in policy.parameters():

@@ -239,6 +239,8 @@ def score_completions(completions, rows):
     given = [len(completions)] + [[row["level"], row["prompt"]] for row in rows]
     with open(f"FOLDER/{script.RANK}.jsonl", "a") as file:
         file.write(json.dumps(given) + chr(10))
+    with open(f"FOLDER/seeds{script.RANK}.jsonl", "a") as file:
+        file.write(f"{script.torch.initial_seed()}" + chr(10))
     return [float(len(text) % 2) for text in completions]
 
 script.score_completions = score_completions
@@ -255,8 +257,9 @@ def run(tmp_path_factory):
     finish(start("grpo", flags, RECORD.replace("FOLDER", str(folder)), Ranks))
     train, held_out = load(sizes["dataset"], AutoTokenizer.from_pretrained(TINY), eval_prompts=2)
     calls = [read_jsonl(folder / f"{rank}.jsonl") for rank in range(2)]
+    seeds = [read_jsonl(folder / f"seeds{rank}.jsonl")[1:3] for rank in range(2)]  # of the rollouts
     return SimpleNamespace(
-        samples=read_jsonl(folder / "run/samples.jsonl"), train=train, held_out=held_out, calls=calls
+        samples=read_jsonl(folder / "run/samples.jsonl"), train=train, held_out=held_out, calls=calls, seeds=seeds
     )
 
 
@@ -275,3 +278,7 @@ def test_samples_are_logged_although_answers_are_dates(run):
     rows = [grpo.pick_rows(run.train, first, 1, 1)[0] for first in (0, 4)]
     assert [line["answer"] for line in run.samples] == [str(row["answer"]) for row in rows]
     assert all(row["answer"].year == 2024 for row in rows)
+
+
+def test_each_rank_and_step_draws_its_own_random_numbers(run):
+    assert len({*run.seeds[0], *run.seeds[1]}) == 4

@@ -10,7 +10,7 @@ import pytest
 import torch
 from processes import run_on_ranks
 from scripted import CASES, Rollouts, run
-from toy import ROOT, SCRIPTS, TINY, call, read_jsonl, relative_error, short
+from toy import ROOT, SCRIPTS, TINY, call, read_jsonl, relative_error, short, train
 from transformers import AutoTokenizer
 
 import grpo
@@ -38,10 +38,14 @@ def test_the_update_is_the_gradient_of_the_mean_loss(name, tmp_path, monkeypatch
         return microbatches(batch, *rest)
 
     monkeypatch.setattr(script, "microbatches", record)
-    found = run(script, tmp_path, monkeypatch, num_steps=1)
+    if name != "dapo":  # groups of even answers have advantage 0
+        rule = script.is_correct
+        monkeypatch.setattr(script, "reward_fn", lambda text, answer: float(int(answer) % 2 == 0 or rule(text, answer)))
+    found = run(script, tmp_path, monkeypatch, num_steps=1, temperature=0.9)
     batch, args = seen["batch"], short(script, tmp_path, max_completion_length=48)
+    assert name == "dapo" or 0 < found["metrics"][1]["reward/zero_std"] < 1
     policy = script.load_policy(args, AutoTokenizer.from_pretrained(TINY), torch.device("cpu"))
-    logprobs, _ = policy(batch["ids"], batch["completion_mask"], 1.0)
+    logprobs, _ = policy(batch["ids"], batch["completion_mask"], 0.9)
     given = vars(args) | batch | {"logprobs": logprobs}
     given |= {"old_logprobs": logprobs.detach(), "ref_logprobs": logprobs.detach()}
     loss, _ = call(script.policy_loss, given)
@@ -92,13 +96,25 @@ def test_two_ranks_have_gradients_and_metrics_of_one(case, on_two_ranks, tmp_pat
     """They share prompts and have unequal numbers of microbatches; in bfloat16 they differ by rounding."""
     alone = run(SCRIPTS[case.split()[0]], tmp_path, monkeypatch, **CASES[case])
     tolerance = 0.25 if "bfloat16" in case else 1e-4
-    assert_same(torch.load(on_two_ranks / case / "found.pt"), alone, tolerance)
+    found = torch.load(on_two_ranks / case / "found.pt")
+    assert_same(found, alone, tolerance)
+    assert found["sharded"]  # after a forward without a gradient, too
 
 
 def three_steps(script, folder, patch, **settings):
     """Metrics of three steps with two updates each, of rollouts that are scripted."""
     patch.setattr(script, "generate", Rollouts())
-    args = short(script, folder, num_steps=3, max_completion_length=48, eval_every=3, **settings)
+    args = short(
+        script,
+        folder,
+        num_steps=3,
+        max_completion_length=48,
+        eval_every=3,
+        overlong_buffer=1.0,
+        warmup_steps=4,
+        update_epochs=2,
+        **settings,
+    )
     script.main(args)
     lines = read_jsonl(f"{args.run_dir}/metrics.jsonl")
     return [{key: value for key, value in line.items() if not key.startswith("perf/")} for line in lines]
@@ -110,6 +126,55 @@ def test_three_steps_are_as_recorded(name, tmp_path, monkeypatch):
     found = three_steps(SCRIPTS[name], tmp_path, monkeypatch)
     for ours, right in zip(found, json.loads(RECORDED.read_text())[name], strict=True):
         assert ours == pytest.approx(right, rel=1e-3, abs=1e-5)
+
+
+def test_dr_grpo_trains_with_truncated_completions_as_wrong_ones(tmp_path, monkeypatch):
+    """All rewards are 1: without the rule there would be no gradient."""
+    monkeypatch.setattr(SCRIPTS["dr_grpo"], "reward_fn", lambda *_: 1.0)
+    line = train(SCRIPTS["dr_grpo"], tmp_path, max_completion_length=6, num_steps=1)[1]
+    assert 0 < line["rollout/truncated"] < 1 and line["optim/grad_norm"] > 0
+
+
+def test_the_kl_term_pulls_completions_of_advantage_0(tmp_path, monkeypatch):
+    rewards = iter([0.0, 1.0] * 8 + [1.0] * 16)
+    monkeypatch.setattr(grpo, "reward_fn", lambda *_: next(rewards))
+    lines = train(grpo, tmp_path, num_steps=2, eval_prompts=0)
+    assert lines[2]["reward/zero_std"] == 1 and lines[2]["optim/grad_norm"] > 0
+
+
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "reinforce"])
+def test_without_an_update_every_ratio_is_exactly_1(name, tmp_path, monkeypatch):
+    found = run(SCRIPTS[name], tmp_path, monkeypatch, learning_rate=0.0, minibatch_size=4, temperature=0.9)
+    assert [line["policy/approx_kl"] for line in found["metrics"][1:]] == [0.0, 0.0]
+
+
+def test_dapo_keeps_the_first_groups_with_signal(monkeypatch):
+    """Of two prompts a round, and two completions each; the first round has one such group, the second two."""
+    dapo = SCRIPTS["dapo"]
+    rewards = {0: [1.0, 1.0], 1: [0.0, 1.0], 2: [1.0, 0.0], 3: [0.0, 1.0]}
+    monkeypatch.setattr(dapo, "pick_rows", lambda rows, start, count, _: rows[start : start + count])
+    monkeypatch.setattr(
+        dapo,
+        "sample_completions",
+        lambda _sampler, _tokenizer, rows, *_: (
+            {"ids": torch.tensor([[row["number"]] for row in rows])},
+            [str(row["number"]) for row in rows],
+        ),
+    )
+    monkeypatch.setattr(
+        dapo,
+        "score_completions",
+        lambda texts, _: [reward for text in texts[::2] for reward in rewards.get(int(text), [0.0, 0.0])],
+    )
+    args = dapo.Args(prompts_per_step=2, group_size=2, max_rounds=5)
+    sampler = torch.nn.Module()
+    sampler.device = torch.device("cpu")
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group(store=torch.distributed.HashStore(), rank=0, world_size=1)
+    batch, texts, rows, scores, kept, end = dapo.sample_groups(
+        sampler, None, [{"number": i} for i in range(9)], 0, args
+    )
+    assert batch["ids"][kept].flatten().tolist() == [1, 1, 2, 2] and end == 4 and len(texts) == 8
 
 
 def test_without_a_reference_completions_of_advantage_zero_are_not_computed(tmp_path, monkeypatch):
