@@ -107,7 +107,7 @@ def run(source, seed):
         lines = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
     numbers = measure(lines[1:])  # without the evaluation before step 1
     if done.returncode:
-        if "disagree about log-probabilities" not in done.stderr:
+        if "sampling and training disagree" not in done.stderr:
             raise RuntimeError(done.stderr[-2000:])
         numbers["policy/sampler_kl"] = 0.1  # or more: the script stops above 0.1, before it logs the step
     return numbers
