@@ -30,7 +30,7 @@ import vllm_rollouts
 
 EXAMPLE = Path(vllm_rollout.__file__)
 CPU = torch.device("cpu")
-NAMES = ("load_model", "load_sampler", "copy_weights", "sample_completions", "generate", "dist")
+NAMES = ("load_policy", "load_sampler", "copy_weights", "sample_completions", "generate", "dist")
 OWN = {script: {name: getattr(script, name) for name in NAMES} for script in (grpo, dapo)}
 PROMPTS = ["59+4+94+97=", "1+2=", "1+2=", "30+40+50=", "7+8=", "99+98="]
 HOT = 2.0  # a temperature, the highest that vLLM takes, at which many tokens are likely
@@ -41,12 +41,18 @@ needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 class Engine:
     """What the example uses of vllm.LLM, with a model of transformers; each call has to find it in the right state."""
 
-    def __init__(self, model, dtype, max_model_len, **settings):
+    stale = ()  # names of weights that do not arrive, or "all"
+
+    def __init__(self, model, dtype, max_model_len, load_format, **settings):
         self.settings = settings | {"dtype": dtype, "max_model_len": max_model_len}
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
         with safe_open(Path(model, "model.safetensors"), "pt") as file:
             self.names = set(file.keys())
-        self.awake, self.fresh, self.events, self.stale = {"weights", "kv_cache"}, False, [], ()
+        assert load_format == "dummy"
+        with torch.no_grad():
+            for weight in self.model.parameters():
+                weight.zero_()  # what is not pushed is missed
+        self.awake, self.fresh, self.events = {"weights", "kv_cache"}, False, []
         self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=self.shutdown))
         torch.manual_seed(0)  # as vLLM seeds them
 
@@ -65,7 +71,7 @@ class Engine:
         weights = dict(kwargs["weights_iterator"])
         assert set(weights) == self.names and not any(hasattr(weight, "full_tensor") for weight in weights.values())
         for name, weight in weights.items():
-            if name not in self.stale:
+            if self.stale != "all" and name not in self.stale:
                 self.model.get_parameter(name).data.copy_(weight)
         self.fresh = False
         self.events.append("push")
@@ -191,26 +197,28 @@ def test_samples_have_the_policy_s_log_probabilities_and_the_script_s_seed_decid
 def test_the_engine_gets_the_weights_before_each_rollout_and_sleeps_between():
     args = settings()
     policy, sampler, tokenizer, rows = start(args)
-    grpo.sample_completions(sampler, tokenizer, rows, 0.0, args)  # as before the training, with the model's own weights
-    asleep = ["wake weights", "wake kv_cache", "generate", "sleep"]
+    grpo.sample_completions(sampler, tokenizer, rows, 0.0, args)  # before the training, with the weights of the start
+    evaluated = ["wake weights", "wake kv_cache", "generate", "sleep"]
     for _ in range(2):
         batch, _ = sample(policy, sampler, tokenizer, rows, 1.0, args)
         assert differences(policy, batch, 1.0).max() < 1e-4
         change(policy)
     pushed = ["wake weights", "push", "wake kv_cache", "generate", "sleep"]
-    assert sampler.engine.events == ["sleep", *asleep, *pushed, *pushed]
+    assert sampler.engine.events == ["push", "sleep", *evaluated, *pushed, *pushed]
 
 
 @pytest.mark.parametrize("when", ["at the start", "after the first update"])
 @pytest.mark.parametrize("stale", ["model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight", "all"])
 @pytest.mark.usefixtures("fake")
-def test_weights_that_do_not_arrive_end_the_run(when, stale):
+def test_weights_that_do_not_arrive_end_the_run(when, stale, monkeypatch):
     args = settings()
+    if when == "at the start":
+        monkeypatch.setattr(Engine, "stale", stale)
     policy, sampler, tokenizer, rows = start(args)
     if when == "after the first update":
         sample(policy, sampler, tokenizer, rows, 1.0, args)
         change(policy)
-    sampler.engine.stale = sampler.engine.names if stale == "all" else {stale}
+        monkeypatch.setattr(Engine, "stale", stale)
     sample(policy, sampler, tokenizer, rows, 0.0, args)  # an evaluation checks nothing
     with pytest.raises(SystemExit, match="^vLLM does not sample from the policy: log-probabilities differ by"):
         sample(policy, sampler, tokenizer, rows, 1.0, args)
@@ -245,7 +253,7 @@ def test_ranks_have_an_engine_each_on_their_own_gpu(monkeypatch):
     assert sampler.engine.settings["distributed_executor_backend"] == "external_launcher"
 
 
-EVENTS = r"sleep (wake weights (push )?wake kv_cache (generate )+sleep )*shutdown"
+EVENTS = r"push sleep (wake weights (push )?wake kv_cache (generate )+sleep )*shutdown"
 
 
 @pytest.mark.parametrize("script", [grpo, dapo], ids=lambda script: script.__name__)
@@ -264,7 +272,7 @@ def test_scripts_train_with_it_and_a_resumed_run_continues_alike(script, tmp_pat
             script.main(args)
             events = sampler.engine.events
             assert re.fullmatch(EVENTS, " ".join(events)) and not torch.distributed.is_initialized()
-            assert events.count("push") == (3 if count == counts[0] == 2 else 2)  # one a rollout and an evaluation
+            assert events.count("push") == (4 if run == "whole" else 3)  # one at the start, a rollout and an evaluation
     whole, parts = (
         [
             {name: value for name, value in line.items() if not name.startswith("eval/")}  # the last step has one, too

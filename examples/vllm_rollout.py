@@ -42,27 +42,28 @@ class Sampler:
             raise SystemExit("--temperature must be between 0.01 and 2: vLLM takes no other")
         self.script, self.args, self.gpu_memory = script, args, gpu_memory
         self.engine = self.policy = None
-        self.own_load_model, self.own_sample_completions = script.load_model, script.sample_completions
-        for name in ("load_model", "load_sampler", "copy_weights", "sample_completions", "generate"):
+        self.own_load_policy, self.own_sample_completions = script.load_policy, script.sample_completions
+        for name in ("load_policy", "load_sampler", "copy_weights", "sample_completions", "generate"):
             setattr(script, name, getattr(self, name))
         self.awake = set()  # parts of the engine
         self.checks_left = 2  # comparisons with the policy's log-probabilities: before the first update, and after it
         self.check_next = False
 
-    def load_model(self, *given):
-        """Load a model as the script does, and keep the ids of its stop tokens."""
-        model = self.own_load_model(*given)
-        self.generation_config = model.generation_config
-        return model
+    def load_policy(self, *given):
+        """Load the policy or the reference as the script does, and keep the first, which is the policy."""
+        loaded = self.own_load_policy(*given)
+        self.policy = self.policy or loaded
+        return loaded
 
     def load_sampler(self, args, _tokenizer, device):
-        """Start an engine, which joins the script's process group."""
+        """Start an engine, which joins the script's process group, and give it the weights of the policy."""
         from vllm import LLM
 
         on_gpu = torch.cuda.is_available()
         with torch.random.fork_rng():  # the engine seeds torch's generators
             self.engine = LLM(
                 args.model,
+                load_format="dummy",  # random weights, so that the first check finds those that do not arrive
                 dtype=args.precision,
                 max_model_len=args.max_prompt_length + args.max_completion_length,
                 logprobs_mode="processed_logprobs",  # after the temperature
@@ -73,8 +74,10 @@ class Sampler:
                 # With torchrun, each engine takes its rank's GPU; without this, all would take the first.
                 distributed_executor_backend="external_launcher" if "RANK" in os.environ else None,
             )
-        self.engine.sleep(level=1)
-        self.device = device
+        self.awake = {"weights", "kv_cache"}
+        self.device, self.generation_config = device, self.policy.model.generation_config
+        self.copy_weights(self.policy, self)
+        self.sleep()
         # At its end, main destroys the process group, in which the engine has its own: let the engine do it.
         shutdown = self.engine.llm_engine.engine_core.shutdown
         self.script.dist = SimpleNamespace(**vars(dist) | {"destroy_process_group": shutdown})
@@ -88,6 +91,11 @@ class Sampler:
             self.engine.wake_up([tag])
         self.awake.add(tag)
 
+    def sleep(self):
+        """Let the engine free its memory."""
+        self.engine.sleep(level=1)
+        self.awake.clear()
+
     @torch.no_grad()
     def copy_weights(self, policy, _sampler):
         """Give the engine the weights of the policy."""
@@ -100,7 +108,6 @@ class Sampler:
         weights = revert_weight_conversion(policy.model, weights)  # to the names in checkpoints, as in save_pretrained
         self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
         self.engine.apply_model(pack_head)
-        self.policy = policy
         self.check_next = self.checks_left > 0
 
     def sample_completions(self, *given):
@@ -109,8 +116,7 @@ class Sampler:
         self.wake_up("kv_cache")
         self.engine.reset_prefix_cache()
         sampled = self.own_sample_completions(*given)
-        self.engine.sleep(level=1)
-        self.awake.clear()
+        self.sleep()
         return sampled
 
     def generate(self, _sampler, prompts, max_completion_length, temperature, stop_ids):
