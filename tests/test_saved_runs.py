@@ -41,8 +41,8 @@ def assert_same_run(run, expected):
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(name, tmp_path):
     """Its settings come from args.json, a flag wins over them, and the policy's own buffers are restored."""
     script, precision = SCRIPTS[name], "bfloat16" if name == "grpo" else "float32"
-    train(script, tmp_path, precision=precision, run_dir=tmp_path / "whole")
-    train(script, tmp_path, precision=precision, run_dir=tmp_path / "cut", num_steps=2)
+    train(script, tmp_path, precision=precision, run_dir=tmp_path / "whole", warmup_steps=12)
+    train(script, tmp_path, precision=precision, run_dir=tmp_path / "cut", num_steps=2, warmup_steps=12)
     args = parse(script, resume=tmp_path / "cut", num_steps=4)
     assert args.learning_rate == 1e-3 and args.precision == precision
     script.main(args)
@@ -173,11 +173,12 @@ def test_runs_without_a_folder_get_one_of_their_own(tmp_path, monkeypatch):
 def test_weights_and_biases_gets_the_metrics(tmp_path, monkeypatch):
     import wandb
 
+    wandb.teardown()  # a session that another test has begun keeps its settings
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     lines = train(grpo, tmp_path, num_steps=2, track=True)
     assert wandb.run.id == "run" and wandb.config["group_size"] == 4
     assert {name: wandb.run.summary[name] for name in lines[2]} == lines[2]
-    wandb.finish()
+    wandb.teardown()  # it waits for wandb's own process
     assert [*tmp_path.glob("wandb/offline-run-*-run/run-run.wandb")]
 
 
@@ -215,6 +216,21 @@ def test_a_gradient_that_is_zero_or_not_finite_makes_no_step(reward, norm, tmp_p
     assert state[key] == 2  # both in the first step
     saved = load_file(tmp_path / "run/checkpoint-000002/model.safetensors")["model.norm.weight"]
     assert saved.isfinite().all() and torch.equal(saved, state[weight])
+
+
+def test_a_weight_without_a_gradient_can_be_resumed(tmp_path, monkeypatch):
+    """As an expert that no token has met: it has no moments."""
+    load_model = grpo.load_model
+
+    def with_one_more_weight(*given):
+        model = load_model(*given)
+        model.unused = torch.nn.Parameter(torch.zeros(2, dtype=model.dtype))
+        return model
+
+    monkeypatch.setattr(grpo, "load_model", with_one_more_weight)
+    train(grpo, tmp_path, num_steps=1)
+    grpo.main(parse(grpo, resume=tmp_path / "run", num_steps=2))
+    assert len(read_jsonl(tmp_path / "run/metrics.jsonl")) == 3
 
 
 def test_a_sampler_that_samples_from_another_policy_ends_the_run_unsaved(tmp_path, monkeypatch):
@@ -259,11 +275,18 @@ def test_sizes_that_do_not_fit_are_refused_at_once(flags, tmp_path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_ranks_share_rows_and_refuse_sizes_that_they_cannot_share(name, monkeypatch):
+def test_sizes_that_ranks_cannot_share_are_refused(name, monkeypatch):
+    """By 3 ranks: prompts alone, and completions of an optimizer step alone."""
     script = SCRIPTS[name]
     monkeypatch.setattr(script, "WORLD_SIZE", 3)
-    with pytest.raises(SystemExit, match="of the 3 ranks"):
-        script.check_args(script.Args())
+    for sizes in ({"prompts_per_step": 4, "minibatch_size": 12}, {"prompts_per_step": 6, "minibatch_size": 8}):
+        args = script.Args(group_size=12, prompts_per_step=sizes["prompts_per_step"])
+        if name != "reinforce":
+            args.minibatch_size = sizes["minibatch_size"]
+        elif args.prompts_per_step % 3 == 0:
+            continue
+        with pytest.raises(SystemExit, match="of the 3 ranks"):
+            script.check_args(args)
 
 
 @pytest.mark.parametrize("name", NAMES)

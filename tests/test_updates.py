@@ -10,7 +10,7 @@ import pytest
 import torch
 from processes import run_on_ranks
 from scripted import CASES, Rollouts, run
-from toy import ROOT, SCRIPTS, TINY, call, read_jsonl, relative_error, short, train
+from toy import ROOT, SCRIPTS, TINY, call, parse, read_jsonl, relative_error, short, train
 from transformers import AutoTokenizer
 
 import grpo
@@ -99,6 +99,14 @@ def test_two_ranks_have_gradients_and_metrics_of_one(case, on_two_ranks, tmp_pat
     found = torch.load(on_two_ranks / case / "found.pt")
     assert_same(found, alone, tolerance)
     assert found["sharded"]  # after a forward without a gradient, too
+
+
+def test_the_default_command_learns(tmp_path):
+    """In 20 of its 30 steps, from an accuracy of 0.47 to 0.99 with every seed that was tried."""
+    args = parse(grpo, num_steps=20, eval_prompts=128, run_dir=tmp_path / "run")
+    grpo.main(args)
+    lines = read_jsonl(tmp_path / "run/metrics.jsonl")
+    assert lines[0]["eval/accuracy"] < 0.6 and lines[20]["eval/accuracy"] > 0.9
 
 
 def three_steps(script, folder, patch, **settings):
