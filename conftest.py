@@ -1,6 +1,5 @@
 import gc
 import os
-import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -17,8 +16,7 @@ sys.path[:0] = [str(ROOT / name) for name in ("", "tests", "tools", "benchmark",
 
 
 # The mathematics. The tests of all other files train, start processes, or read whole datasets or pages.
-FAST = {"losses", "process_rewards", "other_libraries", "exact_gradients", "answers", "copies", "accumulation"}
-FAST |= {"logprobs", "rewards", "grpo_tools", "ppo_rlhf", "gkd", "dpo", "reward_model", "oracle"}
+FAST = {"losses", "process_rewards", "other_libraries", "exact_gradients", "answers", "copies", "oracle"}
 
 
 def is_fast(path):
@@ -50,37 +48,11 @@ def alone():
 
 
 @pytest.fixture(autouse=True)
-def processor(monkeypatch):
-    """One that does not multiply bfloat16, whatever this is: float32 is then the default of every model."""
-    import torch
-
-    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
-    yield
-    torch.set_float32_matmul_precision("highest")  # use_bfloat16 sets it for the whole process
-
-
-@pytest.fixture(autouse=True)
-def no_group():
-    """A main that has failed leaves its process group behind."""
+def as_before():
+    """A main that has failed leaves its process group behind, and one in bfloat16 the precision of float32 products."""
     yield
     import torch
 
+    torch.set_float32_matmul_precision("highest")
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-
-
-@pytest.fixture
-def tokenizer():
-    from tiny import TINY
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(TINY)
-
-
-@pytest.fixture(autouse=True)
-def signals():
-    """Ctrl-C ends the tests, also after a main that has failed."""
-    before = [(signum, signal.getsignal(signum)) for signum in (signal.SIGINT, signal.SIGTERM)]
-    yield
-    for handled in before:
-        signal.signal(*handled)

@@ -12,64 +12,43 @@ Maximise J over θ, and minimise L over φ:
     Aₜ = Σₖ (γλ)ᵏ δₜ₊ₖ,   δₜ = Rₜ + γ V_old(sₜ₊₁) − V_old(sₜ),   V_old = 0 after the last token
     Rₜ = −β log π_old(oₜ)/π_ref(oₜ), and at the last token of a completion the score is added
 
-    Eₜ        mean over the tokens of all completions of an optimizer step
+    Eₜ        mean over the tokens of all completions of an optimizer step, stop tokens included
     oₜ, sₜ    the t-th token of a completion, and the prompt with all tokens before it; π(oₜ) is short for π(oₜ|sₜ)
-    π_old, V_old   policy and value model that belong to a rollout: as they are before its first update
+    π_old, V_old   policy and value model before the step's first update
     rₜ        π_θ(oₜ) / π_old(oₜ)
     Âₜ        Aₜ, shifted and scaled to mean 0 and variance 1 over all tokens of the rollout
     V         the value model, with parameters φ. It starts as a copy of the reward model, normalised as the score is
-    score     the reward model's, shifted and scaled to mean 0 and variance 1 over samples of the initial policy; if the
-              completion has no stop token, minus --missing-stop-penalty. With --reward-model none it is a rule's reward
-              as it is, and V starts as the policy with a new head
+    score     the reward model's, shifted and scaled to mean 0 and variance 1 over 512 samples of the initial policy;
+              if the completion has no stop token, minus --missing-stop-penalty
     π_ref     the model that training started from
-    wₜ        min(π_old(oₜ) / π_sampler(oₜ), --sampler-weight-cap); the sampler has the weights of π_old, but computes
-              token by token with a cache, so bfloat16 rounds differently
+    wₜ        min(π_old(oₜ) / π_sampler(oₜ), --sampler-weight-cap); π_sampler is π_old, but rounded to bfloat16
     ε, ε_V, β, γ, λ   --clip-eps, --value-clip-eps, --kl-coef, --gamma, --gae-lambda
 
---ptx-coef c (PPO-ptx) adds c times the mean of log π_θ(x) over the tokens x of other texts to J(θ).
-
 Compared with grpo.py
-- An advantage per token, from a value model; one completion a prompt; up to four models in memory.
+- An advantage per token, from a value model; one completion per prompt; five models in memory.
 - The score is learned. If eval/accuracy falls while the score rises, the policy fools the reward model.
-- The KL penalty is in the reward (log π_old/π_ref at the sample, without gradient); the loss is a mean over tokens.
+- The KL penalty is part of the reward, so it has no gradient of its own; the loss is a mean over tokens.
 
 Departures from the papers
-- The weight w, which is near 1, is that of Yao et al. (2025), "Your Efficient RL Framework Secretly Brings You
-  Off-Policy RL Training".
-- There is no entropy bonus. The value loss has no coefficient, because V has its own weights and learning rate.
+- The weight w is that of Yao et al. (2025), "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training".
+- There is no entropy bonus, and no PPO-ptx. The value loss has no coefficient: V has its own weights and learning rate.
 - Huang et al. only shift scores, so that demonstrations have mean 0. Here they are scaled, too, so β, ε_V and the
-  penalty are in units of the standard deviation of 512 samples' scores.
-- Ouyang et al. sum over the tokens of each completion and each text, and take eight texts per completion. Here both
-  are means over tokens, with a text for each completion of an optimizer step, so their c (γ in eq. 2, 27.8) does not
-  carry over. It is 0 here.
-- Adam's betas are 0.9 and 0.95. Gradients of policy and value model are clipped to norm 1, each for itself.
-- Learning rates stay constant after the warm-up; those of Huang et al. fall to 0.
-- The score belongs to the last token; the code of Huang et al. puts it one position later.
-- The score of a completion without a stop token is reduced by a penalty; Huang et al. set it to -1.
-- With bfloat16, blocks compute with rounded copies of float32 weights. These start with noise below the resolution of
-  bfloat16, because small updates would change no copy: ten updates with a learning rate of 1e-6 lower the loss of
-  SmolLM2 on 16 rows from 2.84 to 2.82 without the noise, and to 2.46 with it (docs/precision.md).
+  penalty are in units of their standard deviation.
+- The score belongs to the last token; the code of Huang et al. puts it one position later. Without a stop token, it is
+  reduced by a penalty; Huang et al. set it to -1. Their learning rates fall to 0; here they stay constant.
+- AdamW's betas are 0.9 and 0.95. Gradients of policy and value model are clipped to norm 1, each for itself.
 
-    python ppo_rlhf.py
-    python ppo_rlhf.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset Anthropic/hh-rlhf --reward-model runs/.../checkpoint
-
-The first command runs the settings TINY below, the second those of Args.
+    python ppo_rlhf.py                                                                     # the settings TINY below
+    python ppo_rlhf.py --model Qwen/Qwen2.5-0.5B-Instruct --reward-model runs/REWARD_MODEL_RUN/checkpoint-000200
 """
 
-import contextlib
-import gzip
 import json
 import math
 import os
 import re
-import shlex
 import shutil
-import signal
 import sys
-import tempfile
 import time
-import unicodedata
-from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
 from fractions import Fraction
@@ -77,35 +56,26 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-# These must be set before torch is imported. Idle OpenMP threads spin, which slows a busy machine down: let them sleep.
-# On a GPU, let pieces of memory grow: batches differ in size, and pieces of fixed sizes would have gaps between them.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: idle threads that spin slow a busy machine down
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # batches differ in size: leave no gaps
 
-import pandas
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tyro
-from datasets import Dataset, load_dataset, load_dataset_builder
-from pyarrow.parquet import ParquetFile
+from datasets import load_dataset
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    GenerationConfig,
-)
-from transformers.cache_utils import DynamicLayer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
 
+RANK = int(os.environ.get("RANK", 0))  # torchrun sets these
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 HERE = Path(__file__).resolve().parent
-RANK = int(os.environ.get("RANK", 0))  # torchrun sets RANK and WORLD_SIZE
-WORLD_SIZE = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
 
 
 @dataclass
@@ -118,47 +88,42 @@ class Args:
     value_clip_eps: float = 0.2
     """how far a value may move towards its return before its gradient stops (0.2 in Huang et al., not scaled)"""
     kl_coef: float = 0.05
-    """beta, the weight of the KL penalty (0.05 in Huang et al., of unscaled scores); with 0 there is no reference"""
+    """beta, the weight of the KL penalty (0.05 in Huang et al., of unscaled scores); with 0 no reference is loaded"""
     gamma: float = 1.0
     """discount factor (1: no discounting)"""
     gae_lambda: float = 0.95
     """lambda of generalized advantage estimation (0.95 in Huang et al.)"""
     missing_stop_penalty: float = 1.0
     """subtracted from the normalised score of a completion that was cut off before a stop token"""
-    ptx_coef: float = 0.0
-    """weight of the mean loss per token of --ptx-dataset (PPO-ptx; with 0 no texts are read)"""
     sampler_weight_cap: float = 2.0
-    """cap on the weight w of each token, which corrects for rounding differences of sampling and training"""
+    """cap on the weight w of each token, which corrects for rounding differences between sampling and training"""
 
     # model and data
-    model: str = str(HERE / "models/tiny")
-    """folder or Hugging Face name of a causal language model"""
+    model: str = ""
+    """folder or Hugging Face name of a causal language model (empty: the bundled model with its settings TINY)"""
     tiny: bool = False
-    """use the settings TINY, those of the bundled model, for a checkpoint of it"""
-    dataset: str = str(HERE / "data/addition")
-    """file, folder or Hugging Face NAME[:CONFIG[:SPLIT]] with the column prompt (or question, problem), or with chosen;
-    answer (or solution, ground_truth) is for accuracy; the columns system and tools are read, too"""
-    reward_model: str = str(HERE / "models/tiny-reward")
-    """folder or Hugging Face name of a reward model with the same tokenizer ("none": train on reward_fn instead, which
-    needs answers unless you edit it)"""
-    ptx_dataset: str = ""
-    """texts for --ptx-coef: the column text, or chats with the columns that sft.py reads"""
+    """use the settings TINY with --model, for checkpoints of the bundled model"""
+    dataset: str = "HuggingFaceH4/ultrafeedback_binarized:default:train_prefs"
+    """file, folder or Hugging Face NAME[:CONFIG[:SPLIT]] with the column prompt (or question, problem) and, for the
+    accuracy, answer (or solution, ground_truth)"""
+    reward_model: str = ""
+    """folder or Hugging Face name of a reward model with the same tokenizer, such as a checkpoint of reward_model.py"""
     system_prompt: str = ""
-    """system message placed before every prompt that has none; give the one with which the reward model was trained"""
+    """system message before every prompt that has none; give the one with which the reward model was trained"""
     max_prompt_length: int = 512
     """maximum tokens per prompt; longer prompts are dropped"""
 
     # rollout
     num_steps: int = 200
-    """training steps, each of which samples one rollout (0: evaluate only)"""
+    """training steps, each of which samples one rollout"""
     prompts_per_step: int = 256
     """prompts per rollout, over all ranks"""
     max_completion_length: int = 1024
     """maximum tokens per completion, including the stop token"""
     temperature: float = 1.0
     """temperature of rollouts and of their log-probabilities"""
-    rollout_batch_size: int = 0
-    """maximum completions sampled at once on each rank, also in evaluations (0: as many as a step samples)"""
+    rollout_batch_size: int = 512
+    """maximum completions sampled at once on each rank"""
 
     # optimization
     learning_rate: float = 3e-6
@@ -168,7 +133,7 @@ class Args:
     warmup_steps: int = 10
     """optimizer steps over which the learning rates rise from 0; by default, a training step has 16"""
     minibatch_size: int = 64
-    """completions per optimizer step, over all ranks; at most those of a rollout"""
+    """completions per optimizer step, over all ranks"""
     microbatch_tokens: int = 4096
     """maximum tokens per forward pass, including padding"""
     update_epochs: int = 4
@@ -177,50 +142,76 @@ class Args:
     """larger gradients are scaled down to this norm"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: saves memory, but the update takes about a third longer"""
-    precision: Literal["auto", "bfloat16", "float32"] = "auto"
-    """precision of the transformer blocks (auto: bfloat16 where the hardware multiplies it, otherwise float32)"""
-    lora_rank: int = 0
-    """train LoRA adapters of this rank; set both learning rates 3 to 10 times higher (0: train the whole models)"""
+    precision: Literal["bfloat16", "float32"] = "bfloat16"
+    """precision of matrix products (float32 on GPUs before Ampere, such as T4 and V100); weights are float32"""
 
     # evaluation, saving, logging
     eval_every: int = 20
     """steps between evaluations"""
     eval_prompts: int = 256
-    """held-out prompts per evaluation (-1: all; of a training split, at most a fifth)"""
+    """held-out prompts per evaluation; of a training split, at most a fifth"""
     save_every: int = 20
     """steps between saves"""
     run_dir: str = ""
     """new folder for logs and checkpoints (empty: runs/SCRIPT__SEED__TIME)"""
     resume: str = ""
-    """folder of a run to continue; its settings become the defaults (loading an untrusted run can execute code)"""
+    """folder of a run to continue; its settings become the defaults"""
     seed: int = 1
     """seed of sampling and of the order of prompts"""
     track: bool = False
     """log to Weights & Biases as well (WANDB_MODE=offline works)"""
 
 
-# Without --model, the bundled model is trained with these settings; with --tiny, also a checkpoint of it.
-TINY = {"learning_rate": 1e-4, "value_learning_rate": 3e-4, "warmup_steps": 8, "num_steps": 30, "prompts_per_step": 128}
-TINY |= {"system_prompt": "", "max_prompt_length": 32, "max_completion_length": 48, "eval_prompts": 512}
-TINY |= {"update_epochs": 2, "microbatch_tokens": 1024, "rollout_batch_size": 2048, "precision": "float32"}
+# The settings of the bundled model, which adds numbers.
+TINY = Args(
+    model=f"{HERE}/models/tiny",
+    dataset=f"{HERE}/data/addition",
+    reward_model=f"{HERE}/models/tiny-reward",
+    learning_rate=1e-4,
+    value_learning_rate=3e-4,
+    warmup_steps=8,
+    num_steps=30,
+    prompts_per_step=128,
+    microbatch_tokens=1024,
+    update_epochs=2,
+    max_prompt_length=32,
+    max_completion_length=48,
+    eval_prompts=512,
+    precision="float32",
+)
 
 
-# A batch is a dictionary of tensors with a row for each of B completions. sample_completions returns prompt_ids,
-# prompt_mask (B, P), completion_ids, completion_mask, sampler_logprobs (B, T), truncated and indices (B,). collect adds
-# scores, objectives (B,), old_logprobs, old_values, returns, advantages (B, T) and, where there are any, rule_rewards
-# (B,) and ref_logprobs (B, T). agent.actor(batch, temperature) returns log-probabilities and entropies (B, T), and
-# agent.values(batch) returns values (B, T).
+# What you may edit: score_rollout is the reward, and evaluations count is_correct as accuracy.
+
+
+def is_correct(completion, answer):
+    """Return whether the final answer of a completion equals the answer of a row, which may be a whole solution."""
+    if answer is None:
+        raise ValueError("no column answer, solution or ground_truth: write a reward that needs none")
+    extracted = parse_answer(extract_answer(completion) or "")
+    answer = str(answer)
+    return extracted != "" and extracted == parse_answer(extract_answer(answer) or answer)
+
+
+def score_rollout(reward_model, batch, texts, rows, args):  # noqa: ARG001
+    """Return the score (B,) of each completion, here the reward model's. Without a stop token, it is reduced.
+
+    For a rule, texts has the completions, and rows the prompt, the answer and the dataset's other columns of each.
+    """
+    scores = compute_scores(reward_model, batch, args)  # (B, L), at each place as if the completion ended there
+    scores = scores[torch.arange(len(scores)), batch["total_lengths"] - 1]  # (B,)
+    return scores - args.missing_stop_penalty * batch["truncated"]
 
 
 def token_rewards(scores, old_logprobs, ref_logprobs, completion_mask, kl_coef):
     """Eq. 2 of Ouyang et al. per token: the score at the last token, minus kl_coef log(π_old / π_ref) at each.
 
-    scores (B,), all else (B, T); ref_logprobs may be None if kl_coef is 0 -> (B, T), 0 outside the mask.
+    scores (B,), all else (B, L); ref_logprobs may be None if kl_coef is 0 -> (B, L), 0 outside the mask.
     """
     mask = completion_mask.bool()
-    places = torch.arange(mask.shape[1], device=mask.device)  # (T,)
+    places = torch.arange(mask.shape[1], device=mask.device)  # (L,)
     last = (places * mask).amax(1, keepdim=True)  # (B, 1), the place of the last token
-    rewards = torch.where(mask & (places == last), scores.unsqueeze(1), 0.0)  # (B, T)
+    rewards = torch.where(mask & (places == last), scores.unsqueeze(1), 0.0)  # (B, L)
     if ref_logprobs is not None:
         rewards = rewards - kl_coef * torch.where(mask, old_logprobs - ref_logprobs, 0.0)
     return rewards
@@ -229,24 +220,22 @@ def token_rewards(scores, old_logprobs, ref_logprobs, completion_mask, kl_coef):
 def compute_advantages(rewards, values, completion_mask, gamma, gae_lambda):
     """Generalized advantage estimation (arXiv 1506.02438, eq. 16), and returns, the targets of the values.
 
-    All (B, T), completions padded on the right; the value after the last token is 0 -> advantages, returns (B, T).
+    All (B, L); values are of what stands before each token -> advantages, returns (B, L), 0 outside the mask.
     """
     mask = completion_mask.bool()
-    rewards = torch.where(mask, rewards, 0.0)
-    values = torch.where(mask, values, 0.0)  # so the value after the last token is 0, also of a truncated completion
     advantages = torch.zeros_like(values)
-    next_value = torch.zeros_like(values[:, 0])  # (B,)
+    next_value = torch.zeros_like(values[:, 0])  # (B,), 0 after the last token, also of a truncated completion
     next_advantage = torch.zeros_like(next_value)
     for t in reversed(range(values.shape[1])):
         delta = rewards[:, t] + gamma * next_value - values[:, t]  # (B,)
-        next_advantage = delta + gamma * gae_lambda * next_advantage
-        next_value = values[:, t]
-        advantages[:, t] = next_advantage
-    return advantages, advantages + values
+        advantages[:, t] = delta + gamma * gae_lambda * next_advantage
+        next_value = torch.where(mask[:, t], values[:, t], next_value)
+        next_advantage = torch.where(mask[:, t], advantages[:, t], next_advantage)
+    return torch.where(mask, advantages, 0.0), torch.where(mask, advantages + values, 0.0)
 
 
 def whiten(x, mask):
-    """Shift and scale x (B, T) to mean 0 and variance 1 over the mask on all ranks; 0 elsewhere."""
+    """Shift and scale x (B, L) to mean 0 and variance 1 over the mask on all ranks; 0 elsewhere."""
     mask = mask.bool()
     mean, variance = mean_and_variance(x[mask])
     return torch.where(mask, (x - mean) / math.sqrt(variance + 1e-8), 0.0)
@@ -266,263 +255,80 @@ def policy_loss(
     clip_eps,
     sampler_weight_cap,
 ):
-    """The negative of eq. 7 of Schulman et al. with the weight w, summed over tokens, not divided by their number.
+    """Return eq. 7 of Schulman et al. negated and summed over tokens (the caller divides by their number), and metrics.
 
-    All (B, T). Only logprobs get a gradient. Metrics are pairs (sum, count), over tokens.
+    All (B, L). Only logprobs get a gradient. Metrics are pairs (sum, number of tokens).
     """
     mask = completion_mask.bool()
     old_logprobs = old_logprobs.detach()
     advantages = advantages.detach()
-    # Other code may leave inf or nan at masked places: set them to 0 before exp.
+    # What stands outside the mask must not matter, not even inf or nan: set log-ratios to 0 there before exp.
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
-    ratio = log_ratio.exp()  # (B, T)
+    ratio = log_ratio.exp()  # (B, L)
     clipped_ratio = ratio.clamp(1 - clip_eps, 1 + clip_eps)
-    token_loss = -torch.min(ratio * advantages, clipped_ratio * advantages)  # (B, T)
+    token_loss = -torch.min(ratio * advantages, clipped_ratio * advantages)  # (B, L)
     sampler_log_ratio = torch.where(mask, old_logprobs - sampler_logprobs, 0.0).detach()
-    weight = sampler_log_ratio.exp().clamp(max=sampler_weight_cap)  # (B, T)
+    weight = sampler_log_ratio.exp().clamp(max=sampler_weight_cap)  # (B, L)
     loss = torch.where(mask, weight * token_loss, 0.0).sum()
 
+    metrics = {}
     num_tokens = mask.sum()
-    # At masked places all log-ratios are 0 and ratios 1, so they add nothing to these sums.
-    metrics = {
-        "policy/approx_kl": (k3(log_ratio.detach()).sum(), num_tokens),  # 0 in a step's first update
-        "policy/clip_fraction_low": (((ratio < 1 - clip_eps) & (advantages < 0)).sum(), num_tokens),
-        "policy/clip_fraction_high": (((ratio > 1 + clip_eps) & (advantages > 0)).sum(), num_tokens),
-        "policy/sampler_kl": (k3(sampler_log_ratio).sum(), num_tokens),
-    }
+    metrics["policy/approx_kl"] = (k3(log_ratio.detach()).sum(), num_tokens)  # KL(old || policy), 0 in the first update
+    metrics["policy/clip_fraction_low"] = (((ratio < 1 - clip_eps) & (advantages < 0)).sum(), num_tokens)
+    metrics["policy/clip_fraction_high"] = (((ratio > 1 + clip_eps) & (advantages > 0)).sum(), num_tokens)
+    metrics["policy/sampler_kl"] = (k3(sampler_log_ratio).sum(), num_tokens)  # KL(sampler || old)
     return loss, metrics
 
 
 def value_loss(values, old_values, returns, completion_mask, value_clip_eps):
     """Half the squared error, or that of the value clipped around the old one if it is larger, summed over tokens.
 
-    All (B, T); the caller divides by the number of tokens. Metrics are pairs (sum, count), over tokens.
+    All (B, L); the caller divides by the number of tokens. Only values get a gradient. Metrics are as in policy_loss.
     """
     mask = completion_mask.bool()
-    old_values, returns = old_values.detach(), returns.detach()
+    old_values = old_values.detach()
+    returns = returns.detach()
     clipped_values = values.clamp(old_values - value_clip_eps, old_values + value_clip_eps)
-    error = torch.where(mask, values - returns, 0.0).square()  # (B, T)
+    error = torch.where(mask, values - returns, 0.0).square()  # (B, L)
     clipped_error = torch.where(mask, clipped_values - returns, 0.0).square()
     loss = 0.5 * torch.maximum(error, clipped_error).sum()
     return loss, {"value/clip_fraction": ((clipped_error > error).sum(), mask.sum())}
 
 
-class ActorCritic(nn.Module):
-    """The policy (actor) and the value model (critic), sharded apart, because a rollout needs only the policy.
-
-    open_run, load_state and save take it as their policy: state/ has both models, checkpoint/ has the policy.
-    """
-
-    def __init__(self, model, value_model):
-        super().__init__()
-        self.actor = InForward(model, token_logprobs)
-        self.critic = InForward(value_model, token_values)
-        # Mean and standard deviation of the reward model's scores of samples of the initial policy (measure_scores).
-        self.register_buffer("score_mean", torch.tensor(0.0, dtype=torch.float64))
-        self.register_buffer("score_std", torch.tensor(1.0, dtype=torch.float64))
-
-    @property
-    def model(self):
-        return self.actor.model
-
-    def normalise(self, scores):
-        return (scores - self.score_mean) / self.score_std
-
-    def values(self, batch):
-        """Return values (B, T), 0 outside the mask; normalised like scores, because V starts as the reward model."""
-        return self.normalise(self.critic(batch)) * batch["completion_mask"]
+# A batch is a dictionary of tensors with a row for each of B completions:
+#   ids               (B, L)  a prompt, its completion and padding
+#   completion_mask   (B, L)  1 at the completion's tokens, 0 elsewhere
+#   sampler_logprobs, old_logprobs                 (B, L)  log-probability of each token in the mask, 0 elsewhere
+#   old_values, returns, advantages                (B, L)  at the same places: old_values of what stands before a token
+#   total_lengths, truncated                       (B,)    lengths with the prompt; truncated: without a stop token
 
 
-def token_values(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
-    """Return the value before each completion token (B, T): the scalar head at the place before its own."""
-    hidden = hidden_states(model, prompt_ids, prompt_mask, completion_ids, completion_mask)  # (B, W, D)
-    # Places count from 0, and a value stands one place before its token: hence - 2.
-    before = prompt_mask.sum(1, keepdim=True) + completion_mask.cumsum(1) - 2  # (B, T)
-    rows = torch.arange(len(hidden), device=hidden.device).unsqueeze(1)  # (B, 1)
-    return model.score(hidden).squeeze(2)[rows, before]
-
-
-def load_models(args, tokenizer, device):
-    """Load policy and value model as an ActorCritic, and reference and reward model, each None where there is none.
-
-    The value model starts as the reward model or, with --reward-model none, as the policy with a new head.
-    """
-    model = load_model(args.model, tokenizer)
-    check_model(model, args)
-    reward_model = None
-    if args.reward_model == "none":
-        torch.manual_seed(args.seed)  # for the new head
-        value_model = load_reward_model(args.model)
-    else:
-        reward_tokenizer = AutoTokenizer.from_pretrained(args.reward_model)
-        if not tokenizer.get_vocab().items() <= reward_tokenizer.get_vocab().items():
-            raise SystemExit(f"--reward-model {args.reward_model}: its tokenizer differs from that of {args.model}")
-        value_model = load_reward_model(args.reward_model, new_head=False)
-        reward_model = load_reward_model(args.reward_model, new_head=False).requires_grad_(False)
-        reward_model = prepare_model(InForward(reward_model, sequence_scores), args, device)
-    if args.lora_rank:
-        add_adapters(model, args.lora_rank)
-        add_adapters(value_model, args.lora_rank)
-        value_model.score.requires_grad_(True)
-    agent = ActorCritic(model, value_model)
-    prepare_model(agent.actor, args, device)
-    prepare_model(agent.critic, args, device)
-    agent.to(device)  # its buffers
-    ref = None
-    if args.kl_coef and args.lora_rank:
-        ref = partial(without_adapters, agent.actor)  # the policy without its adapters is the initial model
-    elif args.kl_coef:
-        initial = load_model(args.model, tokenizer).requires_grad_(False)
-        ref = prepare_model(InForward(initial, token_logprobs), args, device)
-    return agent, ref, reward_model
-
-
-def measure_scores(agent, reward_model, tokenizer, rows, args):
-    """Set mean and standard deviation of scores to those of NORM_SAMPLES samples of the initial policy."""
-    torch.manual_seed(mix_seed(args.seed, RANK))
-    picked = pick_rows(rows, 0, NORM_SAMPLES, args.seed)[RANK::WORLD_SIZE]
-    batch, _ = sample_completions(agent.actor, tokenizer, picked, args.temperature, args)
-    mean, variance = mean_and_variance(compute_scores(reward_model, batch, args))
-    agent.score_mean.fill_(mean)
-    agent.score_std.fill_(max(math.sqrt(variance), 1e-6))
-
-
-def score_rollout(agent, reward_model, batch, texts, rows, prefix, args, signals=None):
-    """Return {"scores": (B,)}, which training uses, and, with answers or without a reward model, rule_rewards (B,).
-
-    Return means of the parts of rule rewards, too (see sum_parts). Return None twice after a signal: Ctrl-C may have
-    ended programs that an edited rule reward runs.
-    """
-    scored, part_means = {}, {}
-    if reward_model is None or rows[0]["answer"] is not None:  # all rows of a dataset have answers, or none
-        rewards = score_completions(texts, rows)
-        if signals is not None and stop_requested(signals):
-            return None, None
-        rewards, part_means = sum_parts(rewards, texts, prefix)
-        scored["rule_rewards"] = torch.tensor(rewards, dtype=torch.float32, device=agent.model.device)
-    if reward_model is None:
-        scores = scored["rule_rewards"]
-    else:
-        scores = agent.normalise(compute_scores(reward_model, batch, args))
-    scored["scores"] = scores - args.missing_stop_penalty * batch["truncated"]
-    return scored, part_means
-
-
-def rollout_metrics(batch):
-    """Return metrics of a rollout as pairs (sum, count); the objective is the sum of a completion's rewards."""
-    mask = batch["completion_mask"]
-    metrics = {
-        "objective/mean": (batch["objectives"].sum(), len(mask)),
-        "score/mean": (batch["scores"].sum(), len(mask)),
-        "rollout/length_mean": (mask.sum(), len(mask)),
-        "rollout/truncated": (batch["truncated"].sum(), len(mask)),
-        "value/explained_variance": (explained_variance(batch["returns"], batch["old_values"], mask), 1),
-    }
-    if "rule_rewards" in batch:
-        metrics["reward/mean"] = (batch["rule_rewards"].sum(), len(mask))
-    if "ref_logprobs" in batch:  # KL(π_old || π_ref) at samples of π_old, per completion and per token
-        ref_log_ratio = batch["old_logprobs"] - batch["ref_logprobs"]  # both are 0 outside the mask
-        metrics["rollout/ref_kl_sum"] = (ref_log_ratio.sum(), len(mask))
-        metrics["policy/ref_kl"] = (k3(-ref_log_ratio).sum(), mask.sum())
-    return metrics
-
-
-def collect(agent, ref, reward_model, tokenizer, rows, args, signals):
-    """Sample a completion per row; return the batch, with all that the update needs, its minibatches, and texts.
-
-    Return the means of parts of rule rewards, too, and only None after a signal (see score_rollout).
-    """
-    batch, texts = sample_completions(agent.actor, tokenizer, rows, args.temperature, args)
-    mask = batch["completion_mask"]
-    scored, part_means = score_rollout(agent, reward_model, batch, texts, rows, "reward", args, signals)
-    if scored is None:
-        return None
-    batch |= scored
-
-    # shuffled minibatches; log-probabilities and values before the update (see compute_logprobs)
-    minibatches = []
-    for _ in range(args.update_epochs):
-        minibatches += torch.randperm(len(texts), device=mask.device).split(args.minibatch_size // WORLD_SIZE)
-    first_epoch = minibatches[: len(minibatches) // args.update_epochs]  # has each completion once
-    batch["old_logprobs"] = compute_logprobs(agent.actor, batch, first_epoch, args)
-    batch["old_values"] = compute_values(agent, batch, first_epoch, args)
-    if ref is not None:
-        batch["ref_logprobs"] = compute_logprobs(ref, batch, first_epoch, args)
-
-    # The returns come from advantages that are not whitened: only these have the values' unit.
-    rewards = token_rewards(batch["scores"], batch["old_logprobs"], batch.get("ref_logprobs"), mask, args.kl_coef)
-    batch["objectives"] = rewards.sum(1)  # (B,), the score minus kl_coef times the KL
-    advantages, batch["returns"] = compute_advantages(rewards, batch["old_values"], mask, args.gamma, args.gae_lambda)
-    batch["advantages"] = whiten(advantages, mask)
-    return batch, minibatches, texts, part_means
-
-
-def accumulate_gradients(agent, batch, indices, divisor, args):
+def accumulate_gradients(policy, value_model, batch, indices, divisor, args):
     """Accumulate the gradients of both losses / divisor over these completions; return dictionaries of metrics."""
     collected = []
-    for part in microbatches(batch, indices, args.microbatch_tokens):
-        mask = part["completion_mask"]
+    for microbatch in microbatches(batch, indices, args.microbatch_tokens):
+        mask = microbatch["completion_mask"]
         num_tokens = mask.sum()
-        logprobs, entropies = agent.actor(part, args.temperature)
-        actor_loss, metrics = policy_loss(
+        logprobs, entropies = policy(microbatch["ids"], mask, args.temperature)
+        loss, metrics = policy_loss(
             logprobs,
-            part["old_logprobs"],
-            part["sampler_logprobs"],
-            part["advantages"],
+            microbatch["old_logprobs"],
+            microbatch["sampler_logprobs"],
+            microbatch["advantages"],
             mask,
             args.clip_eps,
             args.sampler_weight_cap,
         )
-        critic_loss, value_metrics = value_loss(
-            agent.values(part),
-            part["old_values"],
-            part["returns"],
-            mask,
-            args.value_clip_eps,
+        (loss / divisor).backward()
+        values = values_before(value_model(microbatch["ids"]))
+        error, value_metrics = value_loss(
+            values, microbatch["old_values"], microbatch["returns"], mask, args.value_clip_eps
         )
-        ((actor_loss + critic_loss) / divisor).backward()  # no coefficient: the two models share no parameters
-        metrics["loss/policy"] = (actor_loss.detach(), num_tokens)
-        metrics["loss/value"] = (critic_loss.detach(), num_tokens)
+        (error / divisor).backward()  # separately, as the models share no weights: the policy's memory is free by now
+        metrics["loss/policy"] = (loss.detach(), num_tokens)
+        metrics["loss/value"] = (error.detach(), num_tokens)
         metrics["policy/entropy"] = (entropies.sum(), num_tokens)
         collected.append(metrics | value_metrics)
-    return collected
-
-
-def accumulate_ptx(agent, texts, args):
-    """Accumulate ptx_coef times the gradient of the mean loss per token of all ranks' texts; return a metric."""
-    device = agent.model.device
-    batch = {}
-    batch["prompt_ids"], batch["prompt_mask"] = pad([text["prompt_ids"] for text in texts], device)
-    batch["completion_ids"], batch["completion_mask"] = pad([text["completion_ids"] for text in texts], device)
-    divisor = all_reduce(batch["completion_mask"].sum().item()) / WORLD_SIZE  # FSDP takes the mean over ranks
-    indices = torch.arange(len(texts), device=device)
-    total_loss = 0.0
-    for part in microbatches(batch, indices, args.microbatch_tokens):
-        logprobs, _ = agent.actor(part, 1.0)  # texts are not samples, so --temperature does not apply
-        loss = -logprobs.sum()  # they are 0 outside the mask
-        (args.ptx_coef * loss / divisor).backward()
-        total_loss += loss.detach()
-    return {"loss/ptx": (total_loss, divisor)}
-
-
-def update(agent, optimizers, batch, minibatches, ptx_texts, step, args):
-    """Make an optimizer step of policy and value model per minibatch; return dictionaries of metrics."""
-    collected = []
-    for number, indices in enumerate(minibatches):
-        updates_done = (step - 1) * len(minibatches) + number
-        num_tokens = batch["completion_mask"][indices].sum().item()
-        divisor = all_reduce(num_tokens) / WORLD_SIZE  # tokens of all ranks; FSDP takes the mean over ranks
-        collected += accumulate_gradients(agent, batch, indices, divisor, args)
-        if ptx_texts:  # as many texts as completions
-            first = updates_done * args.minibatch_size
-            texts = pick_rows(ptx_texts, first, args.minibatch_size, args.seed)
-            collected.append(accumulate_ptx(agent, texts[RANK::WORLD_SIZE], args))
-        warmup = min(1.0, (updates_done + 1) / max(1, args.warmup_steps))
-        learning_rate = args.learning_rate * warmup
-        value_learning_rate = args.value_learning_rate * warmup
-        grad_norm = step_optimizer(agent.actor, optimizers[0], learning_rate, args.max_grad_norm)
-        value_grad_norm = step_optimizer(agent.critic, optimizers[1], value_learning_rate, args.max_grad_norm)
-        collected.append({"optim/grad_norm": (grad_norm, 1), "optim/value_grad_norm": (value_grad_norm, 1)})
     return collected
 
 
@@ -531,1088 +337,469 @@ def main(args):
     check_args(args)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     train_rows, eval_rows = load_rows(args, tokenizer)
-    ptx_texts = load_texts(args, tokenizer)
-    agent, ref, reward_model = load_models(args, tokenizer, device)
-    show_first_row((train_rows or eval_rows)[0], agent.model, tokenizer)
-    optimizers = []
-    for part, learning_rate in ((agent.actor, args.learning_rate), (agent.critic, args.value_learning_rate)):
-        settings = {"betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.0}  # eps as Huang et al.
-        optimizers.append(torch.optim.AdamW(part.parameters(), learning_rate, fused=True, **settings))
-        init_moments(optimizers[-1])
-    last_step = open_run(args, agent, optimizers)  # with --resume, this loads their states
-    if reward_model is not None and last_step == 0:
-        measure_scores(agent, reward_model, tokenizer, train_rows or eval_rows, args)
-    signals = catch_signals()
-    if eval_rows and last_step == 0:
-        log_step(args, 0, evaluate(agent, reward_model, tokenizer, eval_rows, args, 0))
+    policy = load_policy(args, tokenizer, device)
+    ref = None
+    if args.kl_coef:
+        ref = load_policy(args, tokenizer, device).requires_grad_(False)
+    sampler = load_sampler(args, tokenizer, device)
+    value_model = load_scorer(args, tokenizer, device)
+    reward_model = load_scorer(args, tokenizer, device).requires_grad_(False)
+    reward_model.mean = value_model.mean  # the same tensors, which are saved with the value model
+    reward_model.std = value_model.std
+    models = PolicyAndValue(policy, value_model)
+    settings = {"betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.0, "fused": True}  # eps as Huang et al.
+    optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, **settings)
+    value_optimizer = torch.optim.AdamW(value_model.parameters(), args.value_learning_rate, **settings)
+    first_step = open_run(args, models, [optimizer, value_optimizer])
+    rank_minibatch_size = args.minibatch_size // WORLD_SIZE
+    if first_step == 1:  # the sampler still has the weights that it was loaded with
+        normalise_scores(reward_model, sampler, tokenizer, train_rows, args)
+        log_step(args, 0, evaluate(sampler, reward_model, tokenizer, eval_rows, args))
 
-    progress = tqdm(range(last_step + 1, args.num_steps + 1), disable=RANK > 0)
+    progress = tqdm(range(first_step, args.num_steps + 1), disable=RANK > 0)
     for step in progress:
         # Random numbers depend on the step, so that a resumed run continues as if it had not been interrupted.
-        torch.manual_seed(mix_seed(args.seed, step, RANK))
+        torch.manual_seed(hash((args.seed, step, RANK)))  # the hash of integers is the same in every process
         step_start = time.perf_counter()
-        first = (step - 1) * args.prompts_per_step
-        rows = pick_rows(train_rows, first, args.prompts_per_step, args.seed)[RANK::WORLD_SIZE]
-        rollout = collect(agent, ref, reward_model, tokenizer, rows, args, signals)
-        if rollout is None:
-            save(args.run_dir, agent, optimizers, tokenizer, step - 1)
-            break
-        batch, minibatches, texts, part_means = rollout
-        rollout_end = time.perf_counter()
-        collected = update(agent, optimizers, batch, minibatches, ptx_texts, step, args)
+
+        # rollout: sample a completion per prompt, and score it
+        copy_weights(policy, sampler)
+        start = (step - 1) * args.prompts_per_step
+        rows = pick_rows(train_rows, start, args.prompts_per_step, args.seed)[RANK::WORLD_SIZE]
+        batch, texts = sample_completions(sampler, tokenizer, rows, args.temperature, args)
+        completion_mask = batch["completion_mask"]
+        scores = score_rollout(reward_model, batch, texts, rows, args)
+        collected = [{"perf/rollout_seconds": (time.perf_counter() - step_start, 1)}]
+
+        # shuffled minibatches; log-probabilities, values and advantages before the update
+        minibatches = []
+        for _ in range(args.update_epochs):
+            minibatches += torch.randperm(len(rows), device=device).split(rank_minibatch_size)
+        first_epoch = minibatches[: len(minibatches) // args.update_epochs]  # has each completion once
+        batch["old_logprobs"] = compute_logprobs(policy, batch, first_epoch, args)
+        ref_logprobs = None
+        if ref is not None:
+            ref_logprobs = compute_logprobs(ref, batch, first_epoch, args)
+        rewards = token_rewards(scores, batch["old_logprobs"], ref_logprobs, completion_mask, args.kl_coef)
+        values = values_before(compute_scores(value_model, batch, args))
+        advantages, returns = compute_advantages(rewards, values, completion_mask, args.gamma, args.gae_lambda)
+        batch["old_values"] = values
+        batch["returns"] = returns
+        batch["advantages"] = whiten(advantages, completion_mask)  # only these: returns keep the unit of values
+        collected.append(rollout_metrics(batch, scores, rewards, ref_logprobs))
+
+        # update: one optimizer step of policy and value model per minibatch
+        for update, indices in enumerate(minibatches):
+            num_tokens = completion_mask[indices].sum()
+            dist.all_reduce(num_tokens)  # of all ranks, divided by their number because FSDP averages over them
+            collected += accumulate_gradients(policy, value_model, batch, indices, num_tokens / WORLD_SIZE, args)
+            optimizer_step = (step - 1) * len(minibatches) + update + 1
+            warmup = min(1.0, optimizer_step / max(1, args.warmup_steps))
+            learning_rate = args.learning_rate * warmup
+            value_learning_rate = args.value_learning_rate * warmup
+            grad_norm = step_optimizer(policy, optimizer, learning_rate, args.max_grad_norm)
+            value_grad_norm = step_optimizer(value_model, value_optimizer, value_learning_rate, args.max_grad_norm)
+            collected.append({"optim/grad_norm": (grad_norm, 1), "optim/value_grad_norm": (value_grad_norm, 1)})
 
         # metrics, evaluation, logs, saving
-        metrics = mean_metrics([rollout_metrics(batch), part_means, *collected])
-        check_sampler(metrics)
-        metrics["optim/learning_rate"] = optimizers[0].param_groups[0]["lr"]
-        metrics["optim/value_learning_rate"] = optimizers[1].param_groups[0]["lr"]
-        metrics["perf/rollout_seconds"] = rollout_end - step_start
+        metrics = mean_metrics(collected)
+        # Rounding gives about 0.001, a wrong mask 0.2 ("not <=" catches nan). Later, one rare token may give as much.
+        if step == first_step and not metrics.get("policy/sampler_kl", 0.0) <= 0.1:
+            raise SystemExit(f"sampling and training disagree: a KL per token of {metrics['policy/sampler_kl']:.2g}")
+        metrics["optim/learning_rate"] = learning_rate
+        metrics["optim/value_learning_rate"] = value_learning_rate
         metrics["perf/step_seconds"] = time.perf_counter() - step_start
-        stopping = stop_requested(signals)
-        if eval_rows and not stopping and (step % args.eval_every == 0 or step == args.num_steps):
-            evaluation = evaluate(agent, reward_model, tokenizer, eval_rows, args, step)
-            stopping = stop_requested(signals)  # if so, the reward's programs may have been ended, too
-            if not stopping:
-                metrics |= evaluation
+        if step % args.eval_every == 0 or step == args.num_steps:
+            copy_weights(policy, sampler)
+            metrics |= evaluate(sampler, reward_model, tokenizer, eval_rows, args)
         log_step(args, step, metrics)
-        log_sample(args, step, rows[0], texts[0], batch["scores"][0].item())
+        log_group(args, step, rows[0], texts[:1], scores[:1].tolist())
         progress.set_postfix(objective=metrics["objective/mean"])
-        if stopping or step % args.save_every == 0 or step == args.num_steps:
-            save(args.run_dir, agent, optimizers, tokenizer, step)
-        if stopping:
-            break
+        if step % args.save_every == 0 or step == args.num_steps:
+            save(args, models, [optimizer, value_optimizer], tokenizer, step)
 
-    end_run(args, signals)
+    dist.destroy_process_group()
 
 
 # ---- below: identical copies of what several scripts share, in the order of use
-# This script's own are only check_args, read_row, pair_prompt, load_texts, read_text, InForward, mean_and_variance,
-# compute_scores, evaluate, compute_values, explained_variance, log_sample.
+# This script's own are only check_args, load_scorer, Scorer, PolicyAndValue, normalise_scores, compute_scores,
+# mean_and_variance, evaluate, values_before, rollout_metrics.
 
-PATHS = ("model", "dataset", "reward_model", "ptx_dataset")  # flags that may name a file or folder
-PROMPT_COLUMNS = ("prompt", "question", "problem")
-ANSWER_COLUMNS = ("answer", "solution", "ground_truth")
-COMPLETION_COLUMNS = ("completion", "response", "solution", "answer")
-READ_COLUMNS = (*PROMPT_COLUMNS, *COMPLETION_COLUMNS, *ANSWER_COLUMNS, "chosen", "text", "messages", "system", "tools")
-SEPARATORS = {".csv": ",", ".tsv": "\t"}
-EVAL_SAMPLES = 4  # completions per held-out prompt, for pass@1 and pass@4
-LOGITS_AT_ONCE = 2**27 if torch.cuda.is_available() else 2**25  # of the head: 512 MiB on a GPU, 128 MiB on a CPU
-CACHE_BLOCK = 128  # tokens for which a key-value cache makes room at once
-NORM_SAMPLES = 512  # completions of the initial model on which scores are normalised
-LORA_ALPHA = 32  # an adapter's output is multiplied by alpha / rank
-LESS_MEMORY = (
-    "Out of memory while sampling: lower --rollout-batch-size; while updating: lower --microbatch-tokens, or add "
-    "--gradient-checkpointing or --lora-rank 8; python tools/memory.py --script S --model M --gpu-gb G tells what fits"
-)
-LINEAR_LAYERS = ("Linear", "FalconLinear")  # classes that get adapters; subclasses, such as routers, may do more
-
-# A progress bar within a step, which appears after five seconds.
-inner_bar = partial(tqdm, leave=False, delay=5, disable=RANK > 0)
+NORM_SAMPLES = 512  # completions of the initial policy on whose scores the reward model is normalised
+LOGITS_AT_ONCE = 2**26  # at most, tokens times vocabulary: 256 MiB
+inner_bar = partial(tqdm, leave=False, delay=5, disable=RANK > 0)  # a progress bar that appears after five seconds
 
 
 def parse_args():
-    """Read the flags. Their defaults are TINY, those of Args or, with --resume, the settings of the run."""
-    given, _ = tyro.cli(Args, default=Args(model=""), add_help=False, return_unknown_args=True)
-    defaults = {}
-    if given.resume:
-        file = Path(given.resume, "args.json")
-        if not file.exists():
-            raise SystemExit(f"--resume {given.resume}: this is not the folder of a run, {file} does not exist")
-        settings = json.loads(file.read_text())
-        unknown = sorted(settings.keys() - vars(Args()).keys() - {"script"})
-        if unknown and RANK == 0:
-            print(f"{file}: settings that this version does not have are ignored: {', '.join(unknown)}")
-        defaults = {name: value for name, value in settings.items() if name in vars(Args())}
-        defaults["run_dir"] = ""  # the same folder again, unless --run-dir names another
-    elif given.tiny or not given.model:
-        defaults = TINY
-    args = tyro.cli(Args, default=Args(**defaults))
-    for name in PATHS:  # absolute, because a run may be resumed from another folder
-        path = getattr(args, name)
-        if path and (Path(path).exists() or Path(path.split(":")[0]).exists()):
-            setattr(args, name, os.path.abspath(path))
-        elif path.startswith(("/", ".")):
-            raise SystemExit(f"--{name} {path}: there is no such file or folder")
+    """Read the flags, first to see what their defaults are: those of Args, of TINY, or of the run to resume."""
+    args = tyro.cli(Args)
     if args.resume:
-        current = vars(args) | {"script": Path(sys.argv[0]).name}  # the started file, which may import this one
-        # Another dataset or eval_prompts would train on held-out rows, another script or lora_rank would not load.
-        for name in ("script", "dataset", "eval_prompts", "lora_rank"):
-            if current[name] != settings.get(name, current[name]):
-                message = f"{name} must stay {settings[name]}, not {current[name]}"
-                raise SystemExit(f"--resume {args.resume}: {message} (if data have moved, edit {file})")
-    if args.resume and not args.run_dir and RANK == 0:
-        lock_run(args.resume)
-    if args.run_dir and Path(args.run_dir).exists():
-        raise SystemExit(f"--run-dir {args.run_dir} exists: name a new folder, or give --resume {args.run_dir} alone")
+        settings = json.loads(Path(args.resume, "args.json").read_text())
+        return tyro.cli(Args, default=Args(**settings))
+    if args.tiny or not args.model:
+        return tyro.cli(Args, default=TINY)
     return args
-
-
-def lock_run(run_dir):
-    """Exit if another process runs this run; let no other run it until this process ends, also if it is killed."""
-    file = os.open(f"{run_dir}/args.json", os.O_RDWR)  # never closed, which would unlock it
-    try:
-        os.lockf(file, os.F_TLOCK, 0)
-    except BlockingIOError as error:
-        raise SystemExit(f"{run_dir}: another process is still running this run") from error
-    except OSError:  # a file system without locks
-        pass
 
 
 def init_ranks():
     """Join the process group of torchrun, or make a group of one; return this rank's device."""
-    if hasattr(sys.stdout, "reconfigure"):  # a notebook's has none
-        sys.stdout.reconfigure(errors="replace")  # a letter that the terminal lacks must not end a run
-    sys.excepthook = explain_error
     device = torch.device("cpu")
     backend = "gloo"
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timedelta(hours=2))  # ranks may sample for very different times
-    elif not dist.is_initialized():  # it is in a notebook, after a run that failed
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    store = None if WORLD_SIZE > 1 else dist.HashStore()
+    timeout = timedelta(hours=2)  # some ranks may sample much longer than others
+    dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE, timeout=timeout)
     return device
 
 
-def explain_error(kind, error, traceback):
-    """Print an error as Python does, and if memory did not suffice, what to do."""
-    sys.__excepthook__(kind, error, traceback)
-    if issubclass(kind, torch.OutOfMemoryError):
-        print(LESS_MEMORY, file=sys.stderr)
-
-
 def check_args(args):
-    """Exit if a setting cannot work, and replace the precision "auto"."""
-    for name in ("temperature", "max_grad_norm", "eval_every", "save_every"):
-        if getattr(args, name) <= 0:
-            raise SystemExit(f"--{name.replace('_', '-')} must be above 0")
-    if args.gamma > 1 or args.gae_lambda > 1:
-        raise SystemExit("--gamma and --gae-lambda must be at most 1")
-    if args.ptx_coef and not args.ptx_dataset:
-        raise SystemExit("--ptx-coef needs texts: give --ptx-dataset")
-    args.minibatch_size = min(args.minibatch_size, args.prompts_per_step)
+    """Exit if sizes do not fit together."""
     if args.prompts_per_step % args.minibatch_size:
-        allowed = f"must divide --prompts-per-step {args.prompts_per_step}"
-        raise SystemExit(f"--minibatch-size {args.minibatch_size} {allowed}")
+        raise SystemExit(f"--minibatch-size must divide the {args.prompts_per_step} completions of a step")
     if args.minibatch_size % WORLD_SIZE:
         raise SystemExit(f"--minibatch-size must be a multiple of the {WORLD_SIZE} ranks")
-    args.rollout_batch_size = args.rollout_batch_size or args.prompts_per_step // WORLD_SIZE
-    if args.precision == "auto":
-        args.precision = "bfloat16" if multiplies_bfloat16() else "float32"
-
-
-def multiplies_bfloat16():
-    """Return whether the GPU, or without one the CPU, multiplies bfloat16 itself."""
-    if torch.cuda.is_available():
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.cpu.get_capabilities().get("avx512_bf16", False)
 
 
 def load_rows(args, tokenizer):
-    """Load training rows and held-out rows."""
-    train_split, held_out_split = load_splits(args.dataset, args.eval_prompts)
-    eval_rows = read_rows("held-out", held_out_split, [], args, tokenizer)
-    held_out = {tuple(row["prompt_ids"]) for row in eval_rows}
-    train_rows = read_rows("training", train_split, held_out, args, tokenizer)
-    if args.num_steps > 0 and not train_rows:
-        raise SystemExit(f"{args.dataset}: no row is left for training")
+    """Load training rows, and held-out rows of the test split, or of the training split if there is none."""
+    path, config, split = (args.dataset + "::").split(":")[:3]
+    if Path(path).is_file():
+        file_type = Path(path).suffix[1:].replace("jsonl", "json")
+        splits = load_dataset(file_type, data_files=path)
+    else:
+        splits = load_dataset(path, config or None)
+    train = split or "train"
+    if train not in splits:
+        raise SystemExit(f"{args.dataset} has only the splits {list(splits)}: name one, as in NAME:CONFIG:SPLIT")
+    test = train.replace("train", "test")  # train_sft -> test_sft
+    if test not in splits:
+        test = train
+    held_out = splits[test].shuffle(seed=0)  # the same for every --seed
+    limit = len(held_out) // 5 if test == train else len(held_out)
+    eval_rows = read_rows(held_out.select(range(min(args.eval_prompts, limit))), args, tokenizer)
+    eval_prompts = {tuple(row["prompt_ids"]) for row in eval_rows}
+    train_rows = read_rows(splits[train], args, tokenizer)
+    train_rows = [row for row in train_rows if tuple(row["prompt_ids"]) not in eval_prompts]
+    if RANK == 0:
+        print(f"{len(train_rows)} of {len(splits[train])} training rows, {len(eval_rows)} held-out rows")
+        print(f"the first prompt: {tokenizer.decode(train_rows[0]['prompt_ids'])!r}")
+        print(f"its answer: {train_rows[0]['answer']!r}")
     return train_rows, eval_rows
 
 
-def load_splits(name, num_held_out):
-    """Load training rows and rows to hold out, whose prompts are taken out when training rows are read.
-
-    Rows are held out of the split test, else of validation, else of train. For train_sft, these are test_sft and so on.
-    """
-    path, config, split = name, None, ""
-    if not Path(name).exists():  # NAME, NAME:CONFIG or NAME:CONFIG:SPLIT
-        path, config, split, *_ = [*name.split(":"), "", ""]
-    try:
-        if Path(path).is_dir():
-            splits = read_folder(os.path.abspath(path), config)
-        elif Path(path).exists():
-            splits = {"train": read_file(path)}
+def read_rows(rows, args, tokenizer):
+    """Return rows with prompt, answer and prompt_ids; drop those without prompt or answer, or with a long prompt."""
+    columns = rows.column_names
+    prompt_column = next((name for name in ("prompt", "question", "problem") if name in columns), None)
+    answer_column = next((name for name in ("answer", "solution", "ground_truth") if name in columns), None)
+    if prompt_column is None:
+        raise SystemExit(f"{args.dataset} has none of the columns prompt, question and problem, but {columns}")
+    kept = []
+    for row in inner_bar(rows, "rows"):
+        prompt = row[prompt_column]
+        answer = row.get(answer_column)
+        if not prompt or (answer is None and answer_column):
+            continue
+        messages = prompt
+        if isinstance(prompt, str):
+            messages = [{"role": "user", "content": prompt}]
+        if args.system_prompt and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": args.system_prompt}, *messages]
+        if tokenizer.chat_template:
+            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         else:
-            splits = load_dataset(path, config or None)
-    except Exception as error:  # datasets wraps the error that says more
-        raise SystemExit(f"{name} cannot be read: {error.__cause__ or error}") from error
-    train = split or "train"
-    candidates = [train.replace("train", kind) for kind in ("test", "validation", "train")]
-    candidates = [candidate for candidate in candidates if candidate in splits]
-    if not candidates or (split and split not in splits):
-        raise SystemExit(f"{name} has only the splits {list(splits)}: name one of them, as in NAME:CONFIG:SPLIT")
-    source = candidates[0]
-    rows = splits[source]
-    limit = len(rows)
-    if source == train:
-        limit = len(rows) // 5
-    if num_held_out < 0 or num_held_out > limit:
-        num_held_out = limit
-    if RANK == 0:
-        unread = [column for column in next(iter(rows), {}) if column not in READ_COLUMNS]
-        print(f"{name}: {num_held_out} of {len(rows)} rows of split {source} are held out; unread columns: {unread}")
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
-    held_out = [rows[i] for i in order[:num_held_out].sort().values.tolist()]
-    return splits.get(train, []), held_out
-
-
-def read_folder(folder, config):
-    """Read the files of a folder by split, which datasets finds in its README.md or their names."""
-    # datasets takes [1] or ? in the name of a folder for a pattern, so it gets links in a folder with a plain name.
-    with tempfile.TemporaryDirectory() as place:
-        links = shutil.copytree(folder, f"{place}/links", copy_function=os.symlink)
-        files = load_dataset_builder(links, config or None, cache_dir=place).config.data_files
-        return {str(split): [row for file in files[split] for row in read_file(file)] for split in files}
-
-
-def read_file(path):
-    """Read a file's rows as they stand in it: 007 is no 7, NA is no missing value, and a date stays a text."""
-    file_type = Path(path.lower().removesuffix(".gz")).suffix
-    if file_type == ".arrow":  # of Dataset.save_to_disk
-        return Dataset.from_file(path)
-    if file_type in SEPARATORS:
-        table = pandas.read_csv(path, sep=SEPARATORS[file_type], dtype=str, keep_default_na=False, index_col=False)
-        return table.to_dict("records")
-    if file_type == ".parquet":
-        return ParquetFile(path).read().to_pylist(maps_as_pydicts="lossy")
-    data = Path(path).read_bytes()
-    if data.startswith(b"\x1f\x8b"):
-        data = gzip.decompress(data)
-    text = data.decode("utf-8-sig").strip()
-    if text.startswith("{"):  # JSON Lines
-        text = "[" + text.replace("\n{", "\n,{") + "]"
-    rows = json.loads(text)
-    columns = dict.fromkeys(column for row in rows for column in row)
-    return [columns | row for row in rows]
-
-
-def read_rows(kind, rows, held_out, args, tokenizer):
-    """Read a split's rows, without those whose prompts are held out; print how many were dropped, and why."""
-    kept, dropped = [], Counter()
-    for number, row in enumerate(rows):
-        try:
-            row_read, reason = read_row(row, args, tokenizer)
-        except Exception as error:
-            raise SystemExit(f"{args.dataset}, {kind} row {number}: {error!r}; the row is {row!r:.300}") from error
-        if not reason and tuple(row_read["prompt_ids"]) in held_out:
-            reason = "held out, or with a held-out prompt"
-        if reason:
-            dropped[reason] += 1
-        else:
-            kept.append(row_read)
-    if RANK == 0:  # many unknown tokens are a sign of a wrong tokenizer
-        unknown = sum(tokenizer.unk_token_id in row["prompt_ids"] for row in kept)
-        special = [re.escape(str(token)) for token in tokenizer.added_tokens_decoder.values() if token.special]
-        marks = re.compile("|".join(special))
-        marked = sum(marks.search(str(row["prompt"])) is not None for row in kept)
-        print(f"{len(kept)} {kind} rows, dropped: {dict(dropped)}, prompts with unknown tokens: {unknown}")
-        prose = sum(len(str(parse_gold(row["answer"] or "")).split()) > 7 for row in kept)
-        print(f"{kind} rows with special tokens in their text: {marked}, with prose as the answer: {prose}")
+            ids = tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]
+        if len(ids) <= args.max_prompt_length:
+            kept.append({**row, "prompt": prompt, "answer": answer, "prompt_ids": ids})
     return kept
 
 
-def read_row(row, args, tokenizer):
-    """Return the row with its prompt, answer and prompt_ids, and ""; or None, and why the row is dropped."""
-    prompt = find_column(row, PROMPT_COLUMNS) or pair_prompt(row, tokenizer.chat_template is not None)
-    answer = find_column(row, ANSWER_COLUMNS)
-    if not prompt:
-        return None, f"without one of the columns {', '.join(PROMPT_COLUMNS)}, or a prompt in chosen"
-    if isinstance(answer, list):
-        column = next(name for name in ANSWER_COLUMNS if name in row)
-        raise ValueError(f"column {column}: an answer must be a text, not a list")
-    if answer is not None and parse_gold(answer) == "":
-        return None, "without an answer"
-    messages = as_messages(prompt, "user")
-    system_prompt = row.get("system") or args.system_prompt
-    if system_prompt and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": system_prompt})
-    continued = messages[-1]["role"] == "assistant"
-    prompt_ids = encode_prompt(tokenizer, messages, without_nulls(row.get("tools")), continued)
-    if len(prompt_ids) > args.max_prompt_length:
-        return None, "with a prompt longer than --max-prompt-length"
-    return {**row, "prompt": prompt, "answer": answer, "prompt_ids": prompt_ids}, ""
+def load_policy(args, tokenizer, device):
+    """Load a Policy with float32 weights, set up its precision, and share it out among the ranks."""
+    model = load_model(args, tokenizer, torch.float32)
+    model.get_input_embeddings().padding_idx = None  # a padding token may occur in prompts: train it, too
+    return prepare(Policy(model, args.precision), args, device)
 
 
-def find_column(row, names):
-    """Return the first of these columns in a row, a text or messages: "" if it is empty, None if there is none."""
-    for name in names:
-        if name in row:
-            value = row[name]
-            if value is None or value != value:  # only nan differs from itself
-                return ""
-            if isinstance(value, bytes):
-                value = value.decode()
-            if isinstance(value, (str, list)):
-                return value
-            return json.dumps(value, default=str).strip('"')  # numbers and dates as texts, and true rather than True
-    return None
-
-
-def pair_prompt(row, has_template):
-    """Return the prompt of a preference pair, as messages: the chat in the column chosen without its last turn."""
-    chosen = find_column(row, ("chosen",)) or []
-    if isinstance(chosen, str):
-        chosen = parse_dialogue(chosen, has_template)
-    return chosen[:-1]
-
-
-def parse_dialogue(text, has_template):
-    """Turn a dialogue in the form of Anthropic's HH into messages; [] if it is none."""
-    head, mark, answer = text.rpartition("\n\nAssistant:")
-    if not mark:
-        return []
-    if not has_template:  # then the model reads the dialogue as it stands
-        return [{"role": "user", "content": head + mark}, {"role": "assistant", "content": answer}]
-    roles = {"Human": "user", "Assistant": "assistant"}
-    parts = re.split(r"\n\n(Human|Assistant):", text)[1:]  # speaker, text, speaker, text, ...
-    return [{"role": roles[who], "content": said.strip()} for who, said in zip(parts[::2], parts[1::2])]
-
-
-def parse_gold(answer):
-    """Parse the answer of a row, which may be a whole solution such as GSM8K's "2 + 2 = 4 #### 4"."""
-    return parse_answer(extract_answer(answer) or answer)
-
-
-# Ways to write an answer, and what they become, in this order.
-NOTATIONS = (
-    ("\u2212", "-"),  # the minus sign that is not a hyphen
-    ("[\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufe0f\ufeff]", ""),  # marks without width
-    ("([¹²³⁰-ⁿ])", r"^\1"),  # 4² is no 42
-    ("([₀-₎])", r"_\1"),  # x₂ -> x_₂ -> x_2
-    (r"\\([$%])", r"\1"),  # \$ \% -> $ %
-    (r"\\[()\[\]]|\$\$", "$"),  # \( \) \[ \] $$ -> $
-    (r"^(?:\*\*(.*)\*\*|\$([^$]*)\$|\{([^{}]*)\}|(.*)\.)$", r"\1\2\3\4"),  # **5** $5$ {5} 5. -> 5
-    (r"(?<=[0-9])(?:\\!,|,\\!|\\,|\{,\})(?=[0-9])", ","),  # 1{,}000 1\,000 1,\!000 -> 1,000
-    (r"^([+-]?) ?[$£€] ?(?!.*\$)", r"\1"),  # -$5 -> -5
-    (r"\\[dt]frac", r"\\frac"),  # \dfrac \tfrac -> \frac
-    (r"\\frac ?([0-9])", r"\\frac{\1}"),  # \frac12 -> \frac{1}2
-    (r"(\\frac\{[^{}]*\}) ?([0-9])", r"\1{\2}"),  # \frac{1}2 -> \frac{1}{2}
-    (r"^([+-]?) ?\\frac\{([+-]?[0-9]+)\}\{([+-]?[0-9]+)\}$", r"\1\2/\3"),  # -\frac{1}{2} -> -1/2
-    (r"\\(?:text|textbf|mathrm|mbox) ?\{([^{}\\]*)\}", r"\1"),  # \text{red} -> red
-)
-NUMBER = re.compile(
-    r"([+-]?) ?"  # sign
-    r"(?=[0-9.])"  # the text does not end here, although each of the next parts may be empty
-    r"((?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]*)(?:\.[0-9]+)?(?:e[+-]?[0-9]{1,2})?)"  # 1,234  5  .5  1e-05
-    r"(?: ?/ ?([+-]?0*[1-9][0-9]*))?"  # a divisor other than 0
-)
-
-
-def parse_answer(text):
-    r"""Return a number as a Fraction, and other texts in a normal form, so that equal answers compare as equal.
-
-    1,234.5  ->  Fraction(2469, 2)      -$3          ->  Fraction(-3)      50\%           ->  50%
-    7 / 2    ->  Fraction(7, 2)         \frac{1}{2}  ->  Fraction(1, 2)    \text{(1, 2)}  ->  (1,2)
-    """
-    if len(text) > 1000:  # no answer is that long, and Python refuses to read numbers of more than 4300 digits
-        return text
-    text = re.sub(r"\d", lambda digit: str(unicodedata.decimal(digit[0])), text)  # digits of any script
-    for _ in range(2):
-        for pattern, replacement in NOTATIONS:
-            text = re.sub(pattern, replacement, text).strip()
-        text = unicodedata.normalize("NFKC", text)
-    number = NUMBER.fullmatch(text)
-    if number:
-        sign, digits, divisor = number.groups()
-        return Fraction(sign + digits.replace(",", "")) / int(divisor or 1)
-    return re.sub(r" ?([^\w ]) ?", r"\1", " ".join(text.split()))  # ( 1, 2 ) -> (1,2)
-
-
-def extract_answer(text):
-    r"""Return the final answer of a text: its last \boxed{}, else what follows ####, else <answer>, else None.
-
-    If a \boxed is cut off, the answer is not known: None.
-
-    <think>\boxed{1}</think> So \boxed{2}.  ->  2
-    -\boxed{\frac{1}{2}}                    ->  -\frac{1}{2}
-    It is $\boxed 2$.                       ->  2
-    1 + 1 = 2 #### 2                        ->  2
-    """
-    text = text.rpartition("</think>")[2].partition("<think>")[0]  # drop thoughts, also one that was cut off
-    answer = None
-    while "\\boxed" in text:
-        before, _, after = text.partition("\\boxed")
-        answer = read_braces(after)
-        if answer is None:  # a box that was cut off: the final answer is not known
-            return None
-        text = after[len(answer) :]
-        if before.endswith(("-", "\u2212")):
-            answer = "-" + answer
-    if answer is not None:
-        return answer
-    if "####" in text:
-        return text.rpartition("####")[2].strip().partition("\n")[0]
-    closed = text.rpartition("</answer>")[0]
-    if "<answer>" in closed:
-        return closed.rpartition("<answer>")[2]
-    return None
-
-
-def read_braces(text):
-    """Return what the braces at the start of a text enclose, {a{b}}c -> a{b}, or its first word; None if cut off."""
-    text = text.strip()
-    if not text.startswith("{"):
-        # Up to a blank, $, }, *, \) or \], without a comma or semicolon at the end.
-        return re.match(r"(?:[^\s$}*\\]|\\(?![)\]]))*(?<![,;])", text)[0] or None
-    depth = 0
-    for place, letter in enumerate(text):
-        if letter == "{":
-            depth += 1
-        elif letter == "}":
-            depth -= 1
-        if depth == 0:
-            return text[1:place]
-    return None
-
-
-def as_messages(value, role):
-    """Return a text as a message of this role, and messages as they are, without nulls."""
-    if isinstance(value, str):
-        return [{"role": role, "content": value}]
-    messages = without_nulls(value)
-    for message in messages:
-        if "content" in message and isinstance(message["content"], list):  # parts {"type": "text", "text": "5"}
-            message["content"] = "".join(part["text"] for part in message["content"])
-    return messages
-
-
-def without_nulls(value):
-    """Take out the nulls with which Arrow gives all dictionaries of a column the same keys."""
-    if isinstance(value, dict):
-        return {name: without_nulls(field) for name, field in value.items() if field is not None}
-    if isinstance(value, list):
-        return [without_nulls(item) for item in value]
-    return value
-
-
-def encode_prompt(tokenizer, messages, tools, continued=False):
-    """Return the ids of messages, up to the place where the completion begins; it may continue the last message."""
-    if tokenizer.chat_template is not None:
-        how = {"add_generation_prompt": not continued, "continue_final_message": continued}
-        return tokenizer.apply_chat_template(messages, tools=tools, return_dict=False, **how)
-    text = "\n\n".join(message["content"] for message in messages)
-    ids = tokenizer(text, split_special_tokens=True)["input_ids"]
-    if ids[-1] == tokenizer.eos_token_id:  # some tokenizers add it
-        ids.pop()
-    return ids
-
-
-def load_texts(args, tokenizer):
-    """Load the texts of --ptx-dataset, and print what is trained of the first; without --ptx-coef there are none."""
-    if not args.ptx_coef:
-        return []
-    rows, _ = load_splits(args.ptx_dataset, 0)
-    texts, dropped = [], Counter()
-    for number, row in enumerate(rows):
-        try:
-            parts = read_text(row, tokenizer, args)
-        except Exception as error:
-            raise SystemExit(f"{args.ptx_dataset}, row {number}: {error!r}; the row is {row!r:.300}") from error
-        for text, reason in parts:
-            if reason:
-                dropped[reason] += 1
-            else:
-                texts.append(text)
-    if not texts:
-        raise SystemExit(f"{args.ptx_dataset}: no text is left, dropped: {dict(dropped)}")
-    if RANK == 0:
-        print(f"{len(texts)} texts of {args.ptx_dataset}, dropped: {dict(dropped)}")
-        prompt, completion = [tokenizer.decode(texts[0][name]) for name in ("prompt_ids", "completion_ids")]
-        print(f"the first text: {completion!r} is trained after {prompt!r}")
-    return texts
-
-
-def read_text(row, tokenizer, args):
-    """Read a text, whose first token is the prompt and whose others are trained up to the limit, or a chat."""
-    text = find_column(row, ("text",))
-    if text is None:
-        return read_chat(row, tokenizer, args)
-    ids = tokenizer(text)["input_ids"][: 1 + args.max_completion_length]
-    if len(ids) < 2:
-        return [(None, "without a text")]
-    return [({"prompt_ids": ids[:1], "completion_ids": ids[1:]}, "")]
-
-
-def read_chat(row, tokenizer, args):
-    """Return an example and "" for each turn of the assistant in a row, or None and why the turn is dropped."""
-    messages = find_chat(row)
-    roles = [message["role"] for message in messages]
-    if "assistant" not in roles:
-        return [(None, "without a prompt and a completion")]
-    if "user" not in roles[: roles.index("assistant")]:
-        return [(None, "that begin with the assistant")]
-    system_prompt = row.get("system") or args.system_prompt
-    if system_prompt and roles[0] != "system":
-        messages.insert(0, {"role": "system", "content": system_prompt})
-    turns = []
-    for place, message in enumerate(messages):
-        if message["role"] == "assistant":
-            turns.append(read_turn(messages[: place + 1], without_nulls(row.get("tools")), tokenizer, args))
-    return turns
-
-
-def find_chat(row):
-    """Return a row's messages, or its prompt and completion as messages; an empty list if it has neither."""
-    messages = find_column(row, ("messages",))
-    if messages:
-        return as_messages(messages, "user")
-    prompt = find_column(row, PROMPT_COLUMNS)
-    completion = find_column(row, COMPLETION_COLUMNS)
-    if not prompt or not completion:
-        return []
-    return as_messages(prompt, "user") + as_messages(completion, "assistant")
-
-
-def read_turn(chat, tools, tokenizer, args):
-    """Return the ids of a chat's last turn and of all that precedes it, and ""; or None, and why it is dropped."""
-    prompt_ids = encode_prompt(tokenizer, chat[:-1], tools)
-    completion_ids = encode_completion(tokenizer, prompt_ids, chat, tools)
-    if completion_ids is None:
-        return None, "whose prompt reads differently when a completion follows"
-    if len(completion_ids) == 1:  # a stop token alone
-        return None, "with an empty completion"
-    if len(prompt_ids) > args.max_prompt_length:
-        return None, "with a prompt longer than --max-prompt-length"
-    if len(completion_ids) > args.max_completion_length:
-        return None, "with a completion longer than --max-completion-length"
-    return {"prompt_ids": prompt_ids, "completion_ids": completion_ids}, ""
-
-
-def encode_completion(tokenizer, prompt_ids, chat, tools):
-    """Return the ids of a chat's last message, up to a stop token; None if the prompt's ids do not precede them."""
-    if tokenizer.chat_template is None:
-        ids = tokenizer(chat[-1]["content"], add_special_tokens=False)["input_ids"]
-        completion_ids = [*ids, tokenizer.eos_token_id]
-    else:
-        ids = tokenizer.apply_chat_template(chat, tools=tools, return_dict=False)
-        if ids[: len(prompt_ids)] != prompt_ids:
-            return None
-        completion_ids = ids[len(prompt_ids) :]
-    # Nothing after the first stop token is ever sampled, such as a second one, or the line break of some templates.
-    stop_ids = (tokenizer.eos_token_id, find_turn_end(tokenizer))
-    for place, token in enumerate(completion_ids):
-        if token in stop_ids:
-            return completion_ids[: place + 1]
-    raise ValueError("the chat template writes no stop token after a completion")
+def load_model(args, tokenizer, dtype):
+    """Load a language model, with dropout off, and put the ids of all its stop tokens into its generation config."""
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
+    if model.num_parameters() < 10_000_000:
+        torch.set_num_threads(1)  # on a CPU, more threads would mostly wait for each other
+    stop_ids = model.generation_config.eos_token_id
+    if not isinstance(stop_ids, list):
+        stop_ids = [stop_ids]
+    stop_ids = {*stop_ids, tokenizer.eos_token_id, find_turn_end(tokenizer)} - {None}
+    model.generation_config = GenerationConfig(eos_token_id=sorted(stop_ids))
+    return model
 
 
 def find_turn_end(tokenizer):
-    """Find the special token that ends the assistant's turn in the chat template; None if there is no template."""
-    if tokenizer.chat_template is not None:
+    """Find the special token that ends a turn in the chat template; base models may have another as their eos token."""
+    if tokenizer.chat_template:
         chat = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": "Answer"}]
-        tail = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("Answer")[2].strip()
-        for token in tokenizer(tail, add_special_tokens=False)["input_ids"]:
+        tail = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("Answer")[2]
+        for token in tokenizer.encode(tail, add_special_tokens=False):
             if token in tokenizer.added_tokens_decoder:
                 return token
     return None
 
 
-def load_model(name, tokenizer):
-    """Load a language model in float32, with dropout off, and put all its stop tokens into its generation config."""
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
-    except ValueError as error:
-        reason = str(error).splitlines()[0]
-        raise SystemExit(f"{name} is no causal language model (an adapter must be merged first): {reason}") from error
-    if info["missing_keys"]:
-        raise SystemExit(f"{name}: weights are missing, among them {min(info['missing_keys'])}")
-    if hasattr(model, "peft_config"):
-        raise SystemExit(f"{name} is an adapter: merge it into its model first, with merge_and_unload() of peft")
-    if RANK == 0 and type(model).__name__ not in str(model.config.architectures):
-        print(f"{name}: its language model, {type(model).__name__}, is trained and saved")
-    if model.num_parameters() < 10_000_000:
-        torch.set_num_threads(1)  # on a CPU, more threads would mostly wait for each other
-    # nn.Embedding gives the row padding_idx no gradient, but the padding token may also be the stop token.
-    model.get_input_embeddings().padding_idx = None
-    stop_ids = model.generation_config.eos_token_id
-    if not isinstance(stop_ids, list):
-        stop_ids = [stop_ids]
-    stop_ids = {*stop_ids, tokenizer.eos_token_id, find_turn_end(tokenizer)}
-    # A new config keeps only the stop tokens: transformers refuses to save some others (a temperature, do_sample off).
-    model.generation_config = GenerationConfig(eos_token_id=sorted(stop_ids - {None}))
-    return model
-
-
-def check_model(model, args):
-    """Exit if a prompt and its completion may exceed the model's context."""
-    longest = args.max_prompt_length + args.max_completion_length
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
-    if longest > context:
-        raise SystemExit(
-            f"--max-prompt-length and --max-completion-length add up to {longest} tokens, but the model's context has "
-            f"only {context}; a checkpoint of the bundled model needs --tiny"
-        )
-
-
-def load_reward_model(name, new_head=True):
-    """Load a reward model in float32. A causal language model gets a new scalar head, unless new_head is False."""
-    model, info = AutoModelForSequenceClassification.from_pretrained(
-        name, num_labels=1, dtype=torch.float32, output_loading_info=True
-    )
-    missing = set(info["missing_keys"])
-    if new_head and "score.weight" in missing:
-        missing.remove("score.weight")
-        nn.init.normal_(model.score.weight, std=1 / math.sqrt(model.score.in_features + 1))  # as Huang et al. 2024
-        if RANK == 0:
-            print(f"{name} has no head for scores (score.weight, which transformers calls MISSING): it gets a new one")
-    if missing:
-        raise SystemExit(f"{name} is not a complete reward model: weights are missing, among them {min(missing)}")
-    if model.num_parameters() < 10_000_000:
-        torch.set_num_threads(1)  # on a CPU, more threads would mostly wait for each other
-    # nn.Embedding gives the row padding_idx no gradient, but the padding token may also be the stop token.
-    model.get_input_embeddings().padding_idx = None
-    return model
-
-
-def prepare_model(policy, args, device):
-    """Set up bfloat16, gradient checkpointing and FSDP2, where they are needed.
-
-    With bfloat16, trained weights and their accumulated gradients are float32, and frozen weights of blocks bfloat16.
-    Blocks compute in bfloat16, all else in float32, but for matrix products (see use_bfloat16).
-    """
-    blocks = find_blocks(policy.model)
-    mp_policy = MixedPrecisionPolicy()
+def prepare(policy, args, device):
+    """Set up bfloat16 and gradient checkpointing, and share weights out among the ranks."""
     if args.precision == "bfloat16":
-        use_bfloat16(blocks)
-        mp_policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        torch.set_float32_matmul_precision("medium")  # of the head: TF32 on GPUs, bfloat16 on CPUs
+        add_rounding_noise(policy)
+    block_names = policy.model._no_split_modules  # the class names of transformer blocks
+    blocks = [module for module in policy.modules() if type(module).__name__ in block_names]
     if args.gradient_checkpointing:  # transformers' own works only in training mode, with dropout
         for block in blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    # On one rank, all that FSDP2 does is to keep float32 weights and to compute with bfloat16 copies of them.
-    if args.precision == "bfloat16" or WORLD_SIZE > 1:
-        mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
-        frozen = set()
-        if WORLD_SIZE == 1:  # frozen weights have their final precision, so copies would only take memory
-            frozen = {weight for weight in policy.parameters() if not weight.requires_grad}
+    if WORLD_SIZE > 1:
+        mp_policy = MixedPrecisionPolicy(getattr(torch, args.precision), torch.float32, cast_forward_inputs=False)
+        mesh = dist.init_device_mesh(device.type, (WORLD_SIZE,))
         for block in blocks:
-            fully_shard(block, mesh=mesh, mp_policy=mp_policy, ignored_params=frozen)
-        # all else, such as the head; by default, a root would keep its weights gathered after a forward
-        fully_shard(policy, mesh=mesh, reshard_after_forward=True, ignored_params=frozen)
+            fully_shard(block, mesh=mesh, mp_policy=mp_policy)
+        fully_shard(policy, mesh=mesh, reshard_after_forward=True)  # embedding and head, in float32; else kept gathered
     return policy.to(device)
 
 
-def find_blocks(model):
-    """Find the transformer blocks of a model. Call it before FSDP, which renames their class."""
-    names = model._no_split_modules or ()
-    return [module for module in model.modules() if type(module).__name__ in names]
+@torch.no_grad()
+def add_rounding_noise(policy):
+    """Give float32 weights noise in the lower 16 bits, which products in bfloat16 round away again.
 
-
-def use_bfloat16(blocks):
-    """Let the blocks compute in bfloat16, from float32 weights that small steps can still move."""
-    torch.set_float32_matmul_precision("medium")  # float32 products, such as heads: TF32 on GPUs, bfloat16 on CPUs
-    torch.manual_seed(0)  # the same noise on every rank
-    for block in blocks:
-        block.forward = partial(in_bfloat16, block.forward)
-        for weight in block.parameters():
-            weight.data = weight.data.bfloat16()  # frozen weights stay so
-            if weight.requires_grad:
-                weight.data = add_rounding_noise(weight.data)
-
-
-def in_bfloat16(forward, *args, **kwargs):
-    """Call a block in bfloat16 on inputs that are float32 outside of it, and return float32."""
-    for name, value in kwargs.items():
-        if name != "attention_mask":  # its lowest float32 would become -inf, and a row of -inf gives nan
-            kwargs[name] = cast(value, torch.bfloat16)
-    return cast(forward(*cast(args, torch.bfloat16), **kwargs), torch.float32)
-
-
-def cast(value, dtype):
-    """Cast a floating-point tensor, or those in a tuple."""
-    if isinstance(value, tuple):
-        return tuple(cast(item, dtype) for item in value)
-    if torch.is_tensor(value) and value.is_floating_point():
-        return value.to(dtype)
-    return value
-
-
-def add_rounding_noise(rounded):
-    """Return bfloat16 numbers as float32, with noise in the lower 16 bits that rounding to bfloat16 takes away again.
-
-    All of 0.9981 to 1.0038 rounds to 1, so a step of 0.0001 would change no bfloat16 copy of a weight that starts at
-    exactly 1. Of weights that start at random places in this range, a step takes some over its edge, in proportion to
-    the step's size. Most checkpoints hold bfloat16 numbers, which have no lower bits; those of float32 lose theirs.
+    Most checkpoints hold bfloat16 numbers, such as 1. All of 0.9981 to 1.0038 rounds to 1, so a step of 0.0001 would
+    change no rounded weight. From random places in this range, it moves some to the next number (docs/precision.md).
     """
-    # As an int32, the last bit that bfloat16 keeps is 2**16. The noise is less than half of it, also at powers of two.
-    noise = torch.randint(-32767, 32768, rounded.shape, dtype=torch.int32) * (rounded != 0)
-    return (rounded.float().view(torch.int32) + noise).view(torch.float32)
+    torch.manual_seed(0)  # the same noise on every rank, in the policy and in the reference
+    for weight in policy.parameters():
+        rounded = weight.bfloat16().float()
+        bits = rounded.view(torch.int32)
+        noise = torch.randint(-32767, 32768, bits.shape, dtype=bits.dtype) * (rounded != 0)
+        weight.copy_((bits + noise).view(torch.float32))
 
 
-class InForward(nn.Module):
-    """A model whose forward is a function of it, because FSDP gathers the weights of a head only in a forward."""
+class Policy(nn.Module):
+    """A language model whose forward returns log-probabilities, as FSDP gathers weights only in a forward."""
 
-    def __init__(self, model, function):
+    def __init__(self, model, precision):
         super().__init__()
         self.model = model
-        self.function = function
+        self.bfloat16 = precision == "bfloat16"
 
-    def forward(self, batch, *settings):
-        names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-        return self.function(self.model, *[batch[name] for name in names], *settings)
-
-
-def sequence_scores(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
-    """Return the scores (B,) of completions: what the scalar head makes of the last token of each."""
-    hidden = hidden_states(model, prompt_ids, prompt_mask, completion_ids, completion_mask)  # (B, W, D)
-    lengths = prompt_mask.sum(1) + completion_mask.sum(1)  # (B,)
-    rows = torch.arange(len(hidden), device=hidden.device)
-    return model.score(hidden[rows, lengths - 1]).squeeze(1)  # hidden_states has moved all padding to the end
-
-
-def hidden_states(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
-    """Return the last hidden states (B, W, D) of prompts with their completions, all padding moved to the right."""
-    ids = torch.cat([prompt_ids, completion_ids], 1)  # (B, P + T)
-    mask = torch.cat([prompt_mask.bool(), completion_mask.bool()], 1)
-    # With all padding on the right, a causal model needs neither mask nor position ids.
-    ids = pad_sequence([row[kept] for row, kept in zip(ids, mask)], batch_first=True)  # (B, W)
-    return model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-
-
-def add_adapters(model, lora_rank):
-    """Freeze a model and give each linear layer of its blocks a LoRA adapter (arXiv 2106.09685)."""
-    model.requires_grad_(False)
-    torch.manual_seed(0)  # the same adapters on every rank
-    for block in find_blocks(model):
-        for name, layer in list(block.named_modules()):
-            if type(layer).__name__ in LINEAR_LAYERS:
-                block.set_submodule(name, LoraLinear(layer, lora_rank))
-    if not any(isinstance(module, LoraLinear) for module in model.modules()):
-        raise SystemExit(f"--lora-rank: the blocks of {type(model).__name__} have none of the layers {LINEAR_LAYERS}")
-
-
-class LoraLinear(nn.Module):
-    """A frozen linear layer, whose weights keep their names, and its adapter."""
-
-    alpha = LORA_ALPHA  # of all adapters; without_adapters sets it to 0 for a while, so that they add nothing
-
-    def __init__(self, layer, lora_rank):
-        super().__init__()
-        self.weight, self.bias = layer.weight, layer.bias
-        self.lora_a = nn.Linear(layer.in_features, lora_rank, bias=False)
-        self.lora_b = nn.Linear(lora_rank, layer.out_features, bias=False)
-        nn.init.zeros_(self.lora_b.weight)  # the model starts unchanged
-
-    def forward(self, inputs):
-        rows = inputs.flatten(0, -2)  # (N, D)
-        adapted = self.lora_b(self.lora_a(rows)) * (LoraLinear.alpha / self.lora_a.out_features)
-        # addmm adds the adapter's output before the product is rounded (a bias comes later). bfloat16 has 1 and 1.008:
-        # 1.002 + 0.003 is 1.008 if it is rounded once, but 1.002 alone is rounded to 1, and 1 + 0.003 to 1 again.
-        output = torch.addmm(adapted, rows, self.weight.T)
-        if self.bias is not None:
-            output = output + self.bias
-        return output.unflatten(0, inputs.shape[:-1])
-
-
-def token_logprobs(model, prompt_ids, prompt_mask, completion_ids, completion_mask, temperature):
-    """Return the log-probabilities of completion tokens, and entropies (without gradient).
-
-    prompts (B, P), completions (B, T) -> logprobs, entropies (B, T) in nats, 0 outside the mask.
-    """
-    completion_mask = completion_mask.bool()
-    ids = torch.cat([prompt_ids, completion_ids], 1)  # (B, P + T)
-    mask = torch.cat([prompt_mask.bool(), completion_mask], 1)
-    targets = torch.cat([torch.zeros_like(prompt_ids, dtype=torch.bool), completion_mask], 1)  # which tokens these are
-    # With all padding moved to the right, a causal model needs neither mask nor position ids.
-    ids = pad_sequence([row[kept] for row, kept in zip(ids, mask)], batch_first=True)  # (B, W)
-    targets = pad_sequence([row[kept] for row, kept in zip(targets, mask)], batch_first=True)
-    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state  # (B, W, D)
-    # Each token is predicted at the place before its own. Both masks give the N tokens in the same order, row by row.
-    hidden = hidden[:, :-1][targets[:, 1:]]  # (N, D)
-    flat_logprobs, flat_entropies = head_logprobs(model, hidden, completion_ids[completion_mask], temperature)  # (N,)
-    logprobs = flat_logprobs.new_zeros(completion_mask.shape)  # (B, T)
-    entropies = torch.zeros_like(logprobs)
-    logprobs[completion_mask] = flat_logprobs
-    entropies[completion_mask] = flat_entropies
-    return logprobs, entropies
+    def forward(self, ids, mask, temperature):
+        """ids, mask (B, L), padded on the right -> logprobs, entropies (B, L) in nats, 0 outside the mask."""
+        # A causal model does not see padding on the right, so it needs no attention mask.
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=self.bfloat16):
+            hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state  # (B, L, D)
+        # The output at place t predicts token t + 1. N tokens are in the mask, none of them at place 0.
+        mask = mask.bool()
+        hidden = hidden[:, :-1][mask[:, 1:]].float()  # (N, D)
+        targets = ids[mask]  # (N,)
+        # All logits (N, V) might not fit: compute them in chunks, and again in the backward pass.
+        chunk_size = LOGITS_AT_ONCE // self.model.get_output_embeddings().weight.shape[0]
+        chunks = zip(hidden.split(chunk_size), targets.split(chunk_size))
+        results = [checkpoint(head_logprobs, self.model, *chunk, temperature, use_reentrant=False) for chunk in chunks]
+        flat_logprobs, flat_entropies = [torch.cat(values) for values in zip(*results)]  # (N,)
+        logprobs = hidden.new_zeros(mask.shape).masked_scatter(mask, flat_logprobs)  # (B, L)
+        entropies = hidden.new_zeros(mask.shape).masked_scatter(mask, flat_entropies)
+        return logprobs, entropies
 
 
 def head_logprobs(model, hidden, targets, temperature):
-    """Return log-probabilities of targets (N,), and entropies, under softmax(head(hidden) / temperature)."""
-    head = model.get_output_embeddings()
-    # What some families do to logits. If another is missing here, policy/sampler_kl shows it (see check_sampler).
+    """Return log-probabilities of targets (N,), and entropies, under softmax(logits / temperature); hidden (N, D)."""
+    # Some families change their logits. If another is missing here, policy/sampler_kl shows it.
     config = model.config.get_text_config().to_dict()
-    scale = config.get("logit_scale") or 1  # Cohere's
-    scale = config.get("lm_head_multiplier", scale)  # Falcon-H1's
-    scale = scale / config.get("logits_scaling", 1)  # Granite's
-    cap = config.get("final_logit_softcapping")  # Gemma's
-
-    def chunk_logprobs(hidden, targets):
-        logits = head(hidden)  # (n, V)
-        if scale != 1:
-            logits = logits * scale
-        if cap:
-            logits = (logits / cap).tanh() * cap
-        if temperature != 1:
-            logits = logits / temperature
-        logprobs = logits.log_softmax(-1)
-        with torch.no_grad():  # entropies are only logged; an entropy bonus would need their gradient
-            entropies = -(logprobs.exp() * logprobs).sum(-1)
-        return logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), entropies
-
-    # All logits (N, V) might not fit: compute them in chunks, and again in the backward pass.
-    size = LOGITS_AT_ONCE // head.weight.shape[0]
-    if len(hidden) <= size:
-        return chunk_logprobs(hidden, targets)
-    chunks = zip(hidden.split(size), targets.split(size))
-    parts = [checkpoint(chunk_logprobs, *chunk, use_reentrant=False) for chunk in chunks]
-    logprobs, entropies = zip(*parts)
-    return torch.cat(logprobs), torch.cat(entropies)
+    scale = config.get("logit_scale") or config.get("lm_head_multiplier") or 1  # Cohere, Falcon-H1
+    scale = scale / config.get("logits_scaling", 1)  # Granite
+    logits = model.get_output_embeddings()(hidden * scale)  # (N, V)
+    cap = config.get("final_logit_softcapping")  # Gemma
+    if cap:
+        logits = cap * (logits / cap).tanh()
+    if temperature != 1:
+        logits = logits / temperature
+    logprobs = logits.log_softmax(-1)
+    with torch.no_grad():  # entropies are only logged
+        entropies = -(logprobs.exp() * logprobs).sum(-1)
+    return logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), entropies
 
 
-def without_adapters(policy, batch, temperature):
-    """Compute log-probabilities as the model did before it had adapters."""
-    LoraLinear.alpha = 0
-    try:
-        return policy(batch, temperature)
-    finally:
-        LoraLinear.alpha = LORA_ALPHA
+def load_sampler(args, tokenizer, device):
+    """Load the model that samples, in the precision that it computes with."""
+    return load_model(args, tokenizer, getattr(torch, args.precision)).to(device)
 
 
-def show_first_row(row, model, tokenizer):
-    """Print a row's prompt as the model reads it, its answer, and what ends a completion."""
-    if RANK == 0:
-        print(f"the first prompt: {tokenizer.decode(row['prompt_ids'])!r}")
-        print(f"its answer: {row['answer']!r}")
-        if row["answer"] is not None:
-            print(f"a correct completion must give: {parse_gold(row['answer'])}")
-        stop_tokens = tokenizer.convert_ids_to_tokens(model.generation_config.eos_token_id)
-        print(f"tokens that end a completion: {stop_tokens}")
+def load_scorer(args, tokenizer, device):
+    """Load the reward model with float32 weights as a Scorer, and prepare it; the value model starts as it, too."""
+    vocabulary = AutoTokenizer.from_pretrained(args.reward_model).get_vocab()
+    if not tokenizer.get_vocab().items() <= vocabulary.items():
+        raise SystemExit(f"--reward-model {args.reward_model}: its tokenizer is not that of {args.model}")
+    model = AutoModelForSequenceClassification.from_pretrained(args.reward_model, dtype=torch.float32)
+    model.get_input_embeddings().padding_idx = None  # as in load_policy
+    return prepare(Scorer(model, args.precision), args, device)
 
 
-def init_moments(optimizer):
-    """Make AdamW's state, all 0. If there is none, get_state_dict makes it by a step, which AdamW would count."""
-    for group in optimizer.param_groups:
-        for weight in group["params"]:
-            if weight.requires_grad:
-                optimizer.state[weight] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=weight.device),
-                    "exp_avg": torch.zeros_like(weight),
-                    "exp_avg_sq": torch.zeros_like(weight),
-                }
+class Scorer(nn.Module):
+    """A model with a scalar head, the reward model or the value model, whose forward returns normalised scores."""
+
+    def __init__(self, model, precision):
+        super().__init__()
+        self.model = model
+        self.bfloat16 = precision == "bfloat16"
+        self.register_buffer("mean", torch.tensor(0.0))  # of scores; normalise_scores sets both
+        self.register_buffer("std", torch.tensor(1.0))
+
+    def forward(self, ids):
+        """ids (B, L), padded on the right -> scores (B, L), at each place that of the tokens up to it."""
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=self.bfloat16):
+            hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state  # (B, L, D)
+        scores = self.model.score(hidden.float()).squeeze(2)  # (B, L)
+        return (scores - self.mean) / self.std
+
+
+class PolicyAndValue(nn.Module):
+    """Both trained models, for open_run and save: state/ has both, and the Hugging Face folder has the policy."""
+
+    def __init__(self, policy, value_model):
+        super().__init__()
+        self.policy = policy
+        self.value_model = value_model
+
+    @property
+    def model(self):
+        return self.policy.model
 
 
 def open_run(args, policy, optimizer):
-    """Create the run's folder, or load the state of the run to resume; return the last step done."""
-    last_step = 0
-    if args.resume:
-        args.run_dir = args.run_dir or args.resume
-        if RANK == 0 and args.run_dir != args.resume:  # a copy goes on, and the old run stays as it is
-            shutil.copytree(args.resume, args.run_dir, symlinks=True, ignore=shutil.ignore_patterns("wandb*"))
-        dist.barrier()
-        last_step = load_state(Path(args.run_dir), policy, optimizer)
-    elif not args.run_dir:
-        started = int(1e6 * all_reduce(time.time(), dist.ReduceOp.MAX))  # in microseconds, the same on all ranks
-        args.run_dir = f"runs/{Path(sys.argv[0]).stem}__{args.seed}__{started}"
+    """Create the run's folder, or load the newest state of the run to resume; return the first step to do."""
+    started = max_over_ranks(int(time.time()))  # the same on all ranks
+    args.run_dir = args.resume or args.run_dir or f"runs/{Path(sys.argv[0]).stem}__{args.seed}__{started}"
+    run_dir = Path(args.run_dir)
     if RANK == 0:
-        kind = type(policy.model).__name__
-        where = f"{policy.model.device}, CPU threads: {torch.get_num_threads()}, number of ranks: {WORLD_SIZE}"
-        print(f"{args.run_dir}: {kind}, {args.precision} on {where}, steps done: {last_step}")
-        Path(args.run_dir).mkdir(parents=True, exist_ok=bool(args.resume))
-        settings = {"script": Path(sys.argv[0]).name} | vars(args)
-        Path(args.run_dir, "args.json").write_text(json.dumps(settings, indent=2))
-        lock_run(args.run_dir)
+        run_dir.mkdir(parents=True, exist_ok=bool(args.resume))
+        (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2))
+        print(f"{run_dir}: {type(policy.model).__name__}, {args.precision}, {WORLD_SIZE} x {policy.model.device}")
         if args.track:
-            track_run(args)
-    return last_step
+            import wandb
 
-
-def load_state(run_dir, policy, optimizer):
-    """Load the newest state, if there is one, remove later lines from the logs, and return the state's step."""
-    step = 0
-    folders = sorted(run_dir.glob("state/0*"))  # steps have eight digits; not state/unfinished
-    if folders:
-        # dcp.load fills tensors in place, so it is given the present state.
-        model, moments = dcp_state.get_state_dict(policy, optimizer)
-        dcp.load({"model": model, "optimizer": moments}, checkpoint_id=folders[-1])
-        dcp_state.set_state_dict(policy, optimizer, model_state_dict=model, optim_state_dict=moments)
-        step = int(folders[-1].name)
-    elif (run_dir / "checkpoint").exists() and not (run_dir / "state").exists():
-        raise SystemExit(f"--resume {run_dir}: state/ is gone; start a new run with --model {run_dir}/checkpoint")
+            wandb.init(id=run_dir.name, resume="allow", config=vars(args))
+    saves = sorted(run_dir.glob("checkpoint-??????"))
+    last_step = 0
+    if saves:
+        weights, moments = dcp_state.get_state_dict(policy, optimizer)  # dcp.load fills them in place
+        planner = dcp.DefaultLoadPlanner(allow_partial_load=True)  # a weight that never had a gradient has no moments
+        dcp.load({"policy": weights, "optimizer": moments}, checkpoint_id=saves[-1] / "state", planner=planner)
+        dcp_state.set_state_dict(policy, optimizer, model_state_dict=weights, optim_state_dict=moments)
+        last_step = int(saves[-1].name.removeprefix("checkpoint-"))
     if RANK == 0:
-        for name in ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl"):
-            log = run_dir / name
-            if log.exists():
-                lines = [line for line in log.read_text().splitlines(True) if line.endswith("\n")]  # whole ones
-                # Without a state, the evaluation before training is repeated.
-                log.write_text("".join(line for line in lines if step > 0 and json.loads(line)["step"] <= step))
-    return step
+        for log in run_dir.glob("*.jsonl"):
+            lines = [line for line in log.read_text().splitlines(True) if line.endswith("\n")]  # a kill cuts one
+            log.write_text("".join(line for line in lines if saves and json.loads(line)["step"] <= last_step))
+    return last_step + 1
 
 
-def all_reduce(values, op=dist.ReduceOp.SUM):
-    """Reduce a number, or lists of numbers, over all ranks, in float64."""
-    values = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(values, op)
-    return values.tolist()
+def max_over_ranks(number):
+    """Return the largest of all ranks' integers."""
+    number = torch.tensor(number)
+    dist.all_reduce(number, dist.ReduceOp.MAX)
+    return number.item()
 
 
-def track_run(args):
-    """Start a run of Weights & Biases, or continue that of the run to resume."""
-    import wandb  # which takes its time
-
-    file = Path(args.run_dir, "wandb_id")
-    if not file.exists():
-        file.write_text(os.urandom(8).hex())
-    run_id = file.read_text()
-    wandb.init(id=run_id, resume="allow", name=args.run_dir, dir=args.run_dir, config=vars(args), allow_val_change=True)
-
-
-def mix_seed(*numbers):
-    """Return one seed for several numbers, such as seed, step and rank."""
-    mixed = 0
-    for number in numbers:
-        mixed = (mixed * 1_000_003 + number) % 2**63
-    return mixed
+def normalise_scores(reward_model, sampler, tokenizer, rows, args):
+    """Give the reward model, and so the value model, scores of mean 0 and variance 1 on samples of the policy."""
+    torch.manual_seed(hash((args.seed, RANK)))
+    rows = pick_rows(rows, 0, NORM_SAMPLES, args.seed)[RANK::WORLD_SIZE]
+    batch, _ = sample_completions(sampler, tokenizer, rows, args.temperature, args)
+    scores = compute_scores(reward_model, batch, args)
+    mean, variance = mean_and_variance(scores[torch.arange(len(scores)), batch["total_lengths"] - 1])
+    reward_model.mean.fill_(mean)
+    reward_model.std.fill_(math.sqrt(variance + 1e-8))
 
 
 def pick_rows(rows, start, count, seed):
     """Return rows start to start + count of an endless series: all rows shuffled, all shuffled anew, and so on."""
     picked = []
     while len(picked) < count:
-        epoch, first = divmod(start + len(picked), len(rows))
-        generator = torch.Generator().manual_seed(mix_seed(seed, epoch))
-        order = torch.randperm(len(rows), generator=generator).tolist()
-        picked += [rows[i] for i in order[first : first + count]]
-    return picked[:count]
+        epoch, offset = divmod(start + len(picked), len(rows))
+        generator = torch.Generator().manual_seed(hash((seed, epoch)))
+        order = torch.randperm(len(rows), generator=generator)
+        picked += [rows[i] for i in order[offset : offset + count - len(picked)].tolist()]
+    return picked
 
 
-def sample_completions(policy, tokenizer, rows, temperature, args):
-    """Sample one completion per row; return tensors (B, ...) and texts. Adjacent equal prompts share a prefill."""
-    stop_ids = policy.model.generation_config.eos_token_id
-    device = policy.model.device
-    prompt_ids, prompt_mask = pad_left(rows, device)  # (B, P)
-    size = args.rollout_batch_size or len(rows)
-    parts = []
-    with gathered(policy) as model:
-        for ids, mask in zip(prompt_ids.split(size), prompt_mask.split(size)):
-            parts.append(generate(model, ids, mask, args.max_completion_length, temperature, stop_ids))
-    completion_ids, completion_mask, sampler_logprobs = [torch.cat(values) for values in zip(*parts)]  # (B, T)
-    texts, truncated = [], []
-    for row, ids, mask in zip(rows, completion_ids, completion_mask.bool()):
-        ids = ids[mask].tolist()
-        truncated.append(ids[-1] not in stop_ids)
-        text = tokenizer.decode([token for token in ids if token not in stop_ids])
-        if tokenizer.decode(row["prompt_ids"]).rstrip().endswith("<think>"):  # the template has opened a thought
-            text = "<think>" + text
-        texts.append(text)
+def sample_completions(sampler, tokenizer, rows, temperature, args):
+    """Sample one completion per row; return a batch (see above main) and texts. Adjacent equal prompts are faster."""
+    stop_ids = sampler.generation_config.eos_token_id
+    completions = []
+    for start in range(0, len(rows), args.rollout_batch_size):
+        prompts = [row["prompt_ids"] for row in rows[start : start + args.rollout_batch_size]]
+        completions += generate(sampler, prompts, args.max_completion_length, temperature, stop_ids)
+    length = args.max_prompt_length + args.max_completion_length  # L
+    ids, mask, logprobs, total_lengths, truncated, texts = [], [], [], [], [], []
+    for row, (tokens, token_logprobs) in zip(rows, completions):
+        before = [0] * len(row["prompt_ids"])
+        after = [0] * (length - len(before) - len(tokens))
+        ids.append(row["prompt_ids"] + tokens + after)
+        mask.append(before + [1] * len(tokens) + after)
+        logprobs.append(before + token_logprobs + after)
+        total_lengths.append(len(before) + len(tokens))
+        truncated.append(tokens[-1] not in stop_ids)
+        texts.append(tokenizer.decode([token for token in tokens if token not in stop_ids]))
     batch = {
-        "indices": torch.arange(len(rows), device=device),
-        "prompt_ids": prompt_ids,
-        "prompt_mask": prompt_mask,
-        "completion_ids": completion_ids,
-        "completion_mask": completion_mask,
-        "sampler_logprobs": sampler_logprobs,
-        "truncated": torch.tensor(truncated, device=device),
+        "ids": torch.tensor(ids),
+        "completion_mask": torch.tensor(mask),
+        "sampler_logprobs": torch.tensor(logprobs),
+        "total_lengths": torch.tensor(total_lengths),
+        "truncated": torch.tensor(truncated),
     }
-    return batch, texts
-
-
-def pad_left(rows, device):
-    """Pad the prompts of rows on the left; return ids and mask (B, P)."""
-    prompts = [torch.tensor(row["prompt_ids"]) for row in rows]
-    padded = pad_sequence(prompts, batch_first=True, padding_value=-1, padding_side="left").to(device)
-    mask = (padded >= 0).long()
-    return padded * mask, mask
-
-
-@contextlib.contextmanager
-def gathered(policy):
-    """Gather all weights on every rank, so that each can sample at its own pace."""
-    shards = [module for module in policy.modules() if isinstance(module, FSDPModule)]
-    hooks = []
-    for module in shards:
-        module.unshard()
-        # These hooks (of torch 2.13) are FSDP's. They take a third of a token's time, also if nothing is resharded.
-        hooks.append((module._forward_pre_hooks, module._forward_hooks))
-        module._forward_pre_hooks, module._forward_hooks = {}, {}
-    try:
-        yield policy.model
-    finally:
-        for module, before in zip(shards, hooks):
-            module._forward_pre_hooks, module._forward_hooks = before
-            module.reshard()
+    return {name: values.to(sampler.device) for name, values in batch.items()}, texts
 
 
 @torch.no_grad()
-def generate(model, prompt_ids, prompt_mask, max_completion_length, temperature, stop_ids):
-    """Sample one completion per prompt, up to and including the first stop id.
+def generate(model, prompts, max_completion_length, temperature, stop_ids):
+    """Sample one completion per prompt, up to and including the first stop id; greedily at temperature 0.
 
-    prompts (B, P) padded on the left -> ids, mask and log-probabilities (B, T), all 0 after a completion's end.
+    prompts: B lists of ids -> B pairs of lists (ids, log-probabilities). The model must be in eval mode.
     """
-    stop_ids = torch.tensor(list(stop_ids), device=prompt_ids.device)
-    completion_ids = prompt_ids.new_zeros(len(prompt_ids), max_completion_length)
-    completion_mask = torch.zeros_like(completion_ids)
-    sampler_logprobs = torch.zeros(completion_mask.shape, device=prompt_ids.device)
-    active = torch.arange(len(prompt_ids), device=prompt_ids.device)  # the A completions in the batch
-    going = torch.ones_like(active)  # 0 for those of them that are finished
-
-    mask = prompt_mask
-    logits, cache = prefill(model, prompt_ids, prompt_mask)
+    completions = [([], []) for _ in prompts]
+    active = list(range(len(prompts)))  # the A completions that have not ended
+    logits, cache, mask = prefill(model, prompts)
+    stop_ids = torch.tensor(stop_ids, device=logits.device)
     for t in inner_bar(range(max_completion_length), "tokens"):
         tokens, logprobs = sample_tokens(logits, temperature)
-        completion_ids[active, t] = tokens * going
-        completion_mask[active, t] = going
-        sampler_logprobs[active, t] = logprobs * going
-        going = going * ~torch.isin(tokens, stop_ids)
-        num_going = going.sum().item()
-        if num_going == 0 or t == max_completion_length - 1:
+        for i, token, logprob in zip(active, tokens.tolist(), logprobs.tolist()):
+            completions[i][0].append(token)
+            completions[i][1].append(logprob)
+        ended = torch.isin(tokens, stop_ids)
+        going = (~ended).nonzero().squeeze(1)
+        if len(going) == 0 or t == max_completion_length - 1:
             break
-        # Finished completions leave the batch when they are an eighth of it, because that copies the whole cache.
-        if num_going <= 7 / 8 * len(active):
-            kept = going.nonzero().squeeze(1)
-            active, going, tokens, mask = active[kept], going[kept], tokens[kept], mask[kept]
-            cache.reorder_cache(kept)
+        if len(going) < len(active):  # the others leave the batch
+            active = [active[i] for i in going.tolist()]
+            tokens = tokens[going]
+            mask = mask[going]
+            cache.reorder_cache(going)
         mask = nn.functional.pad(mask, (0, 1), value=1)  # (A, P + t + 1)
-        output = model(
-            input_ids=tokens.unsqueeze(1),
-            attention_mask=mask,
-            position_ids=mask.sum(1, keepdim=True) - 1,
-            past_key_values=cache,
-            use_cache=True,
-        )
+        positions = mask.sum(1, keepdim=True) - 1
+        output = model(tokens.unsqueeze(1), attention_mask=mask, position_ids=positions, past_key_values=cache)
         logits = output.logits[:, -1]  # (A, V)
-    return completion_ids, completion_mask, sampler_logprobs
+    return completions
 
 
-def prefill(model, prompt_ids, prompt_mask):
-    """Read prompts (B, P), adjacent copies once; return the logits of their next tokens (B, V), and a cache."""
-    # The mask is compared, too, because a prompt may contain the padding id 0.
-    prompts = torch.cat([prompt_ids, prompt_mask], 1)  # (B, 2P)
-    prompts, copies = prompts.unique_consecutive(dim=0, return_inverse=True)  # (U, 2P); copies (B,): where each is
-    ids, mask = prompts.chunk(2, dim=1)
-    output = model(
-        input_ids=ids,
-        attention_mask=mask,
-        position_ids=(mask.cumsum(1) - 1).clamp(min=0),
-        use_cache=True,
-        logits_to_keep=1,
-    )
+def prefill(model, prompts):
+    """Run prompts, equal neighbours once; return logits of their next tokens (B, V), a cache, and its mask (B, P)."""
+    ids = [torch.tensor(prompt) for prompt in prompts]
+    ids = pad_sequence(ids, batch_first=True, padding_value=-1, padding_side="left").to(model.device)  # (B, P)
+    ids, copies = ids.unique_consecutive(dim=0, return_inverse=True)  # (U, P), and (B,): each prompt's row in U
+    mask = (ids >= 0).long()
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    output = model(ids * mask, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1)
     cache = output.past_key_values
     cache.reorder_cache(copies)  # it selects rows, so it can also repeat them
-    for layer in cache.layers:
-        if type(layer) is DynamicLayer:  # others, such as those with a sliding window, keep their own update
-            layer.__class__ = RoomyLayer
-    return output.logits[copies, -1], cache
-
-
-class RoomyLayer(DynamicLayer):
-    """A layer of a key-value cache that appends tokens in place; DynamicLayer copies all tokens to append one."""
-
-    def update(self, keys, values):
-        self.keys = append_token(self.keys, keys)
-        self.values = append_token(self.values, values)
-        return self.keys, self.values
-
-
-def append_token(held, new):
-    """Append new (A, H, 1, D) to held (A, H, L, D) in place; if there is no room, copy it, with room for a block."""
-    rows, heads, length, size = held.shape
-    if held.is_contiguous():  # no room follows the last token of each head
-        held = nn.functional.pad(held, (0, 0, 0, CACHE_BLOCK))[:, :, :length]
-    longer = held.as_strided((rows, heads, length + 1, size), held.stride())
-    longer[:, :, length] = new[:, :, 0]
-    return longer
+    return output.logits[copies, -1], cache, mask[copies]
 
 
 def sample_tokens(logits, temperature):
@@ -1620,327 +807,241 @@ def sample_tokens(logits, temperature):
     if temperature == 0:
         return logits.argmax(-1), torch.zeros_like(logits[:, 0])
     probabilities = (logits.float() / temperature).softmax(-1)  # (A, V)
-    # Invert the cumulative distribution. On a CPU this is 4 to 10 times faster than torch.multinomial. In float32 the
-    # sum would round away rare tokens. A draw on the edge of two tokens gives the second: never a probability of 0.
-    cdf = probabilities.cumsum(-1, dtype=torch.float64)
-    draws = torch.rand(len(cdf), 1, dtype=cdf.dtype, device=cdf.device) * cdf[:, -1:]
-    tokens = torch.searchsorted(cdf, draws, right=True).clamp(max=cdf.shape[1] - 1)  # (A, 1)
-    return tokens.squeeze(1), probabilities.gather(1, tokens).squeeze(1).log()
+    # First draw a block of 128 tokens, and then one of them: on a CPU this is much faster than torch.multinomial.
+    padding = -probabilities.shape[1] % 128  # up to a multiple of 128
+    blocks = nn.functional.pad(probabilities, (0, padding)).unflatten(1, (-1, 128))  # (A, V / 128, 128)
+    block = draw(blocks.sum(-1))  # (A,)
+    tokens = 128 * block + draw(blocks[torch.arange(len(block)), block])
+    drawn = probabilities.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    return tokens, drawn.log()
 
 
-def mean_and_variance(x):
-    """Return mean and variance (ddof 1) of the numbers of all ranks."""
-    total, count = all_reduce([x.double().sum().item(), x.numel()])
-    mean = total / count
-    squares = all_reduce((x.double() - mean).square().sum().item())
-    return mean, squares / max(1, count - 1)
+def draw(weights):
+    """Draw an index of each row (A, N) in proportion to its weights; return indices (A,)."""
+    sums = weights.cumsum(-1, dtype=torch.float64)  # in float32, the sum would round rare tokens away
+    draws = torch.rand(len(sums), 1, dtype=sums.dtype, device=sums.device) * sums[:, -1:]
+    # A draw on the edge of two indices gives the second: never one of weight 0.
+    indices = torch.searchsorted(sums, draws, right=True).squeeze(1)
+    return indices.clamp(max=weights.shape[1] - 1)
 
 
 @torch.no_grad()
-def compute_scores(reward_model, batch, args):
-    """Return the reward model's scores (B,) of all completions."""
-    scores = torch.zeros_like(batch["sampler_logprobs"][:, 0])
-    for part in microbatches(batch, batch["indices"], args.microbatch_tokens):
-        scores[part["indices"]] += reward_model(part) * part["completion_mask"].any(1)  # 0 for a filler
+def compute_scores(scorer, batch, args):
+    """Return a Scorer's scores (B, L) at all places of a batch, without gradient."""
+    scores = torch.zeros_like(batch["sampler_logprobs"])
+    indices = torch.arange(len(scores), device=scores.device)
+    for microbatch in microbatches(batch, indices, args.microbatch_tokens):
+        values = scorer(microbatch["ids"])
+        scores[microbatch["indices"], : values.shape[1]] = values  # a filler repeats the first place of completion 0
     return scores
 
 
 def microbatches(batch, indices, max_tokens):
     """Split completions, longest first, into parts of at most max_tokens with padding, but at least one completion."""
-    lengths = batch["prompt_mask"].sum(1) + batch["completion_mask"].sum(1)  # (B,)
-    order = lengths[indices].argsort(descending=True, stable=True)
-    rest = indices[order]
     parts = []
+    lengths = batch["total_lengths"]
+    rest = indices[lengths[indices].argsort(descending=True, stable=True)]
     while len(rest) > 0:
-        size = max(1, max_tokens // lengths[rest[0]].item())
-        parts.append({name: values[rest[:size]] for name, values in batch.items()})
+        length = lengths[rest[0]].item()
+        size = max(1, max_tokens // length)
+        parts.append(select(batch, rest[:size], length))
         rest = rest[size:]
-    # FSDP needs equally many passes on all ranks, at least one. A filler is one completion with all tokens masked.
-    num_parts = all_reduce(max(1, len(parts)), dist.ReduceOp.MAX)
+    # FSDP needs equally many passes on all ranks: fill up with parts that have no token in the mask.
+    num_parts = max_over_ranks(len(parts))
     while len(parts) < num_parts:
-        filler = {name: values[:1] for name, values in batch.items()}
-        filler["completion_mask"] = torch.zeros_like(filler["completion_mask"])
-        parts.append(filler)
+        parts.append(select(batch, torch.tensor([0]), 1))
     return inner_bar(parts, "microbatches")
 
 
-def catch_signals():
-    """Return a list to which Ctrl-C and SIGTERM append; Ctrl-C after one of them stops the run at once."""
-    signals = []
+def select(batch, indices, length):
+    """Return these rows of a batch, with (B, L) tensors cut to this length."""
+    part = {"indices": indices}
+    for name, values in batch.items():
+        part[name] = values[indices]
+        if values.dim() > 1:
+            part[name] = part[name][:, :length]
+    return part
 
-    def request_stop(signum, _frame):
-        signals.append(signum)
-        # The next Ctrl-C is a KeyboardInterrupt. SIGTERM may come again: a scheduler sends one, and torchrun another.
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        # Unlike print, os.write is safe in a signal handler.
-        os.write(2, b"\nsaving and stopping soon; Ctrl-C stops at once\n")
 
-    def hold():
-        # A signal to a new process must wait until reset_child has run there.
-        if signal.getsignal(signal.SIGTERM) is request_stop:  # main has not ended
-            signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
-
-    def release():  # also where hold did nothing
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
-
-    def reset_child():
-        # multiprocessing ends a reward's processes with SIGTERM. Ctrl-C must leave them alone, or else a pool waits for
-        # tasks of dead processes without end. Programs that they start do not inherit a handler, unlike SIG_IGN.
-        if signal.getsignal(signal.SIGTERM) is request_stop:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, lambda *_: None)
-            release()
-
-    signal.signal(signal.SIGINT, request_stop)
-    signal.signal(signal.SIGTERM, request_stop)
-    os.register_at_fork(before=hold, after_in_parent=release, after_in_child=reset_child)
-    return signals
+def mean_and_variance(x):
+    """Return mean and variance (divisor N - 1) of the numbers of all ranks."""
+    x = x.double()
+    sums = torch.tensor([x.numel(), x.sum(), x.square().sum()], dtype=torch.float64)
+    dist.all_reduce(sums)
+    count, total, squares = sums.tolist()
+    mean = total / count
+    return mean, (squares - count * mean**2) / max(1, count - 1)
 
 
 def log_step(args, step, metrics):
     """Log the metrics of a step, and print those of an evaluation."""
-    append_line(args, "metrics.jsonl", step, metrics)
-    if RANK > 0:
-        return
-    if args.track:
-        import wandb
-
-        wandb.log({"step": step} | metrics)
-    shown = [f"{name.removeprefix('eval/')} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/")]
-    if shown:
-        tqdm.write(f"evaluation after step {step}: {', '.join(shown)}")
-
-
-def append_line(args, name, step, values):
-    """Append the values of a step to one of the run's jsonl files."""
     if RANK == 0:
-        with Path(args.run_dir, name).open("a") as file:
-            file.write(json.dumps({"step": step} | values, default=float) + "\n")
+        metrics = {"step": step} | metrics
+        with Path(args.run_dir, "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(metrics) + "\n")
+        shown = [f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/")]
+        if shown:
+            tqdm.write(f"step {step}: {', '.join(shown)}")
+        if args.track:
+            import wandb
+
+            wandb.log(metrics)
 
 
-def evaluate(agent, reward_model, tokenizer, rows, args, step):
-    """Return the mean score of greedy completions and, with answers, accuracy and pass@k; log rank 0's samples."""
-    torch.manual_seed(mix_seed(args.seed))  # the same in each evaluation
-    rows = rows[RANK::WORLD_SIZE] or rows[:1]  # every rank must take part, so one row may count twice
-    batch, texts = sample_completions(agent.actor, tokenizer, rows, 0.0, args)
-    scored, part_means = score_rollout(agent, reward_model, batch, texts, rows, "eval/reward", args)
-    batch |= scored
-    metrics = {"eval/score": (batch["scores"].sum(), len(rows))} | part_means
-    if "rule_rewards" in batch:
-        metrics["eval/reward"] = (batch["rule_rewards"].sum(), len(rows))
-    for row, text, score in zip(rows, texts, batch["scores"].tolist()):
-        sample = {"prompt": row["prompt"], "answer": row["answer"], "completion": text, "score": score}
-        append_line(args, "eval_samples.jsonl", step, sample)
+def evaluate(sampler, reward_model, tokenizer, rows, args):
+    """Return the mean score and, with answers, the accuracy of greedy completions; nothing if no rows are held out."""
+    if not rows:
+        return {}
+    rows = rows[RANK::WORLD_SIZE] or rows[:1]  # all ranks must reduce the same metrics
+    batch, texts = sample_completions(sampler, tokenizer, rows, 0.0, args)
+    scores = score_rollout(reward_model, batch, texts, rows, args)
+    metrics = {"eval/score": (scores.sum(), len(rows))}
     if rows[0]["answer"] is not None:
-        metrics["eval/accuracy"] = (are_correct(texts, rows).sum(), len(rows))
-        repeated = [row for row in rows for _ in range(EVAL_SAMPLES)]
-        _, texts = sample_completions(agent.actor, tokenizer, repeated, args.temperature, args)
-        correct = are_correct(texts, repeated)
-        metrics["eval/pass@1"] = (correct.sum(), len(repeated))
-        metrics[f"eval/pass@{EVAL_SAMPLES}"] = (correct.view(-1, EVAL_SAMPLES).any(1).sum(), len(rows))
+        correct = [is_correct(text, row["answer"]) for text, row in zip(texts, rows)]
+        metrics["eval/accuracy"] = (sum(correct), len(rows))
     return mean_metrics([metrics])
 
 
-# score_completions, reward_fn and is_correct are the rule reward, which you may edit. It is logged beside the reward
-# model's score if the rows have answers. With --reward-model none, training uses it in place of the score.
+def parse_answer(text):
+    r"""Return a number as a Fraction, without its unit, and any other answer without formatting, to compare them.
 
-
-def score_completions(completions, rows):
-    """Return one reward per completion; each row has the prompt, the answer and the dataset's other columns.
-
-    Edit this function for rewards that need the prompt or many completions at once, such as a judge or a test runner. A
-    reward is a number or a dictionary of parts, such as {"right": 1.0, "format": 0.1}: then it is their sum.
+    $1,234.50 -> Fraction(2469, 2)    \dfrac{1}{2} -> Fraction(1, 2)    5 \text{ cm} -> Fraction(5)    ( 1, 2 ) -> (1,2)
     """
-    return [reward_fn(completion, row["answer"]) for completion, row in zip(completions, rows)]
+    text = re.sub(r"(?:(?<=[1-9])|(?<=\d\d))(?:\\!,|\\?,(?:\\!)?|\{,\})(?=\d{3}(?!\d))", "", text)  # 1,234 -> 1234
+    text = re.sub(r"\\(?:left|right|textbf|text|mathrm|[!,;$ ]|(?=%))|\$|\.$", " ", text.strip())
+    text = re.sub(r"\\[dt]?frac(?:\{(\d+)\}|(\d))(?:\{(\d+)\}|(\d))", r" \1\2/\3\4 ", text)  # 3\frac12 -> 3 1/2
+    text = re.sub(r" ?([^\w\s]) ?", r"\1", " ".join(text.split())).strip("{}* ")  # ( 1, 2 ) -> (1,2)
+    match = re.fullmatch(
+        r"([+-]?(?:\d{1,30}(?:\.\d{1,30}|/[1-9]\d{0,30})?|\.\d{1,30}))"  # longer numbers could take minutes to parse
+        r"(?i:(?:\{| (?=\w\w))(?!\w*illion|thous|hundr|doz|hal[fv]|perc|(?:and|or|pi|[ap]m|[iekxy])\b)[a-z]+)*",  # unit
+        text,
+    )
+    if match:
+        return Fraction(match[1])
+    return text
 
 
-def reward_fn(completion, answer):
-    """Return the reward of one completion. An answer is a text, "148" for a number, or None without such a column."""
-    return float(is_correct(completion, answer))
-
-
-def is_correct(completion, answer):
-    """Return whether the final answer of a completion equals a row's answer."""
-    if answer is None:
-        raise ValueError("no column answer, solution or ground_truth: rename a column, or write a reward of your own")
-    extracted = parse_answer(extract_answer(completion) or "")
-    return extracted != "" and extracted == parse_gold(answer)
-
-
-def stop_requested(signals):
-    """Return whether a signal has come to any rank."""
-    return all_reduce(len(signals), dist.ReduceOp.MAX) > 0
-
-
-def sum_parts(scores, texts, prefix):
-    """Return rewards as floats, each the sum of its parts, and the means of parts as {prefix/NAME: (sum, count)}.
-
-    Exit if a completion lacks a part that another has, or if a part, or a reward without parts, is not a finite number.
-    """
-    if len(scores) != len(texts):
-        raise SystemExit(f"there are {len(scores)} rewards for {len(texts)} completions")
-    if not isinstance(scores[0], dict):
-        scores = [{"a reward": score} for score in scores]
-    parts = pandas.DataFrame(scores, dtype=float)  # a column for each part; nan where it is missing
-    means = {}
-    for name, values in sorted(parts.items()):  # in the same order on all ranks
-        for value, text in zip(values, texts):
-            if not math.isfinite(value):
-                raise SystemExit(f"{name} must be a finite number, but it is {value} for the completion {text!r}")
-        if name != "a reward":
-            means[f"{prefix}/{name}"] = (values.sum(), len(values))
-    return parts.sum(axis=1).tolist(), means
-
-
-def are_correct(texts, rows):
-    """Return which completions are correct, (B,)."""
-    return torch.tensor([is_correct(text, row["answer"]) for text, row in zip(texts, rows)])
+def extract_answer(text):
+    r"""Return the final answer of a text: its last \boxed{}, else the rest of the line after ####, else None."""
+    text = text.rpartition("</think>")[2]
+    if "\\boxed{" in text:
+        text = text.rpartition("\\boxed{")[2]
+        depth = 1  # of braces
+        for place, letter in enumerate(text):
+            if letter == "{":
+                depth += 1
+            elif letter == "}":
+                depth -= 1
+            if depth == 0:
+                return text[:place]
+        return None  # the box was cut off
+    if "####" in text:
+        return text.rpartition("####")[2].strip().partition("\n")[0]
+    return None
 
 
 def mean_metrics(collected):
-    """Add each metric's (sum, count) over microbatches and ranks, and divide; skip those with count 0."""
+    """Add each metric's (sum, count) over microbatches and ranks, and divide. All ranks have the same names."""
     totals = {}
     for metrics in collected:
-        for name, sum_and_count in metrics.items():
-            totals[name] = totals.get(name, 0) + torch.tensor(sum_and_count, dtype=torch.float64)
-    sums = all_reduce([total.tolist() for total in totals.values()])
-    return {name: total / count for name, (total, count) in zip(totals, sums) if count > 0}
+        for name, pair in metrics.items():
+            totals[name] = totals.get(name, 0) + torch.tensor(pair, dtype=torch.float64)
+    sums = torch.stack(list(totals.values()))
+    dist.all_reduce(sums)
+    return {name: total / count for name, (total, count) in zip(totals, sums.tolist()) if count > 0}
+
+
+@torch.no_grad()
+def copy_weights(policy, sampler):
+    """Give the sampler the weights of the policy, all of them on every rank."""
+    for weight, copy in zip(policy.parameters(), sampler.parameters(), strict=True):
+        if isinstance(weight, DTensor):
+            weight = weight.full_tensor()
+        copy.copy_(weight)
 
 
 @torch.no_grad()
 def compute_logprobs(policy, batch, minibatches, args):
-    """Return log-probabilities (B, T) of the completions in these minibatches, and 0 for all others.
-
-    The microbatches are those of the first epoch's updates, so that bfloat16 rounds alike, and the first ratio is 1.
-    """
+    """Return log-probabilities (B, L) in the update's microbatches: others would round to ratios other than 1."""
     logprobs = torch.zeros_like(batch["sampler_logprobs"])
     for indices in minibatches:
-        for part in microbatches(batch, indices, args.microbatch_tokens):
-            part_logprobs, _ = policy(part, args.temperature)
-            logprobs[part["indices"]] += part_logprobs  # not =, because a filler has index 0, too, and only zeros
+        for microbatch in microbatches(batch, indices, args.microbatch_tokens):
+            values, _ = policy(microbatch["ids"], microbatch["completion_mask"], args.temperature)
+            logprobs[microbatch["indices"], : values.shape[1]] += values  # not =, since a filler repeats completion 0
     return logprobs
 
 
-@torch.no_grad()
-def compute_values(agent, batch, minibatches, args):
-    """Return values (B, T), in the microbatches of compute_logprobs."""
-    values = torch.zeros_like(batch["sampler_logprobs"])
-    for indices in minibatches:
-        for part in microbatches(batch, indices, args.microbatch_tokens):
-            values[part["indices"]] += agent.values(part)  # 0 for a filler
-    return values
+def values_before(scores):
+    """Return values at the places of log-probabilities, of what stands before each token: scores (B, L), moved by 1."""
+    return nn.functional.pad(scores[:, :-1], (1, 0))
 
 
-def save(run_dir, policy, optimizer, tokenizer, step):
-    """Write checkpoint/, a Hugging Face model, and then state/STEP, which --resume loads; once, not before step 1."""
-    run_dir = Path(run_dir)
-    state = run_dir / f"state/{step:08d}"
-    if step == 0 or all_reduce(state.exists(), dist.ReduceOp.MAX):
-        return
-    options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = dcp_state.get_model_state_dict(policy.model, options=options)  # only on rank 0
-    if RANK == 0:
-        merge_adapters(weights)
-        tied = policy.model.all_tied_weights_keys  # second names of weights, such as a head that is the embedding
-        weights = {name: weight.float() for name, weight in weights.items() if name not in tied}
-        policy.model.save_pretrained(run_dir / "checkpoint.new", state_dict=weights)
-        tokenizer.save_pretrained(run_dir / "checkpoint.new")
-        shutil.rmtree(run_dir / "checkpoint", ignore_errors=True)
-        (run_dir / "checkpoint.new").rename(run_dir / "checkpoint")
-    model, moments = dcp_state.get_state_dict(policy, optimizer)
-    dcp.save({"model": model, "optimizer": moments}, checkpoint_id=run_dir / "state/unfinished")
-    if RANK == 0:
-        # The last thing to do, so that a killed save does not count.
-        (run_dir / "state/unfinished").rename(state)
-        for older in sorted(run_dir.glob("state/0*"))[:-1]:
-            shutil.rmtree(older, ignore_errors=True)
-
-
-def merge_adapters(weights):
-    """Add the adapters among these weights to the weights of their layers."""
-    for name in list(weights):
-        if name.endswith("lora_a.weight"):
-            layer = name.removesuffix("lora_a.weight")
-            a, b = weights.pop(name), weights.pop(layer + "lora_b.weight")
-            weights[layer + "weight"] = weights[layer + "weight"] + b @ a * (LORA_ALPHA / len(a))
-
-
-def pad(rows, device):
-    """Pad lists of ids on the right; return ids and mask (B, T)."""
-    rows = [torch.tensor(row, device=device) for row in rows]
-    mask = [torch.ones_like(row) for row in rows]
-    return pad_sequence(rows, batch_first=True), pad_sequence(mask, batch_first=True)
+def rollout_metrics(batch, scores, rewards, ref_logprobs):
+    """Return metrics of a rollout as pairs (sum, count); the objective is the sum of a completion's rewards."""
+    mask = batch["completion_mask"].bool()
+    returns = batch["returns"][mask]  # (N,)
+    _, variance = mean_and_variance(returns)
+    _, unexplained = mean_and_variance(returns - batch["old_values"][mask])
+    metrics = {
+        "objective/mean": (rewards.sum(), len(mask)),
+        "score/mean": (scores.sum(), len(mask)),
+        "rollout/length_mean": (mask.sum(), len(mask)),
+        "rollout/truncated": (batch["truncated"].sum(), len(mask)),
+        "value/explained_variance": (1 - unexplained / max(variance, 1e-12), 1),
+    }
+    if ref_logprobs is not None:  # KL(π_old || π_ref) at samples of π_old, per completion and per token
+        ref_log_ratio = batch["old_logprobs"] - ref_logprobs  # both are 0 outside the mask
+        metrics["rollout/ref_kl_sum"] = (ref_log_ratio.sum(), len(mask))
+        metrics["policy/ref_kl"] = (k3(-ref_log_ratio).sum(), mask.sum())
+    return metrics
 
 
 def step_optimizer(policy, optimizer, learning_rate, max_grad_norm):
     """Clip the gradients and make an optimizer step, unless they are 0 or not finite; return their norm."""
     grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), max_grad_norm)
-    if hasattr(grad_norm, "full_tensor"):  # FSDP's
+    if isinstance(grad_norm, DTensor):
         grad_norm = grad_norm.full_tensor()
-    grad_norm = grad_norm.item()
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate
-    if not math.isfinite(grad_norm):
-        if RANK == 0:
-            tqdm.write(f"skipped an optimizer step, because the gradient norm was {grad_norm}")
-    elif grad_norm > 0:  # without a gradient AdamW would continue in its last direction
+    optimizer.param_groups[0]["lr"] = learning_rate
+    if grad_norm.isfinite() and grad_norm > 0:  # without a gradient AdamW would continue in its last direction
         optimizer.step()
+    elif RANK == 0:
+        tqdm.write(f"skipped an optimizer step, because the gradient norm was {grad_norm}")
     optimizer.zero_grad()
-    return grad_norm
+    return grad_norm.item()
 
 
-def explained_variance(returns, values, mask):
-    """Return 1 - Var(returns - values) / Var(returns) over the mask on all ranks.
-
-    It flatters the value model, because returns contain the values of later tokens (unless gae_lambda is 1).
-    """
-    mask = mask.bool()
-    _, unexplained = mean_and_variance((returns - values)[mask])
-    _, variance = mean_and_variance(returns[mask])
-    return 1 - unexplained / max(variance, 1e-12)
-
-
-def check_sampler(metrics):
-    """Exit, without saving, if sampling and training disagree: then the update was wrong."""
-    sampler_kl = metrics.get("policy/sampler_kl", 0.0)
-    if not sampler_kl <= 0.5:  # or nan; rounding gives less than 0.01
-        raise SystemExit(f"sampling and training disagree about log-probabilities (KL {sampler_kl:.2g} per token)")
-
-
-def log_sample(args, step, row, text, score):
-    """Log one completion of a step, in lists; with the first step and each evaluation, print its end, too."""
-    sample = {"prompt": row["prompt"], "answer": row["answer"], "completions": [text], "scores": [score]}
-    append_line(args, "samples.jsonl", step, sample)
-    if RANK == 0 and (step in (1, args.num_steps) or step % args.eval_every == 0):
-        tqdm.write(f"step {step}: prompt {row['prompt']!r}, score {score:.2f}, completion {text[-160:]!r}")
-
-
-def end_run(args, signals):
-    """Print first and last evaluation and how to go on; after a signal to any rank, exit with its code."""
-    signum = int(all_reduce(max(signals, default=0), dist.ReduceOp.MAX))
+def log_group(args, step, row, texts, scores):
+    """Log a group of completions; in the first step and those with an evaluation, print their ends, too."""
     if RANK == 0:
-        file = Path(args.run_dir, "metrics.jsonl")
-        file.touch()  # if there was nothing to do
-        log = [json.loads(line) for line in file.read_text().splitlines()]
-        evaluations = [metrics for metrics in log if any(name.startswith("eval/") for name in metrics)]
-        if len(evaluations) > 1:
-            for name, value in evaluations[0].items():
-                if name.startswith("eval/"):
-                    print(f"{name.removeprefix('eval/')} {value:.3f} -> {evaluations[-1][name]:.3f}")
-        command = shlex.join(["python", sys.argv[0], "--resume", args.run_dir])
-        saved = Path(args.run_dir, "checkpoint").exists()
-        if saved:
-            print(f"model: {args.run_dir}/checkpoint")
-        if signum:
-            print(f"to continue: {command}")
-        elif saved:
-            print(f"to train for longer: {command} --num-steps N")
-        Path(args.run_dir, "args.json").read_bytes()  # closing the file ends the lock, which matters in a notebook
-    dist.destroy_process_group()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if signum:
-        raise SystemExit(128 + signum)
+        sample = {"step": step, "prompt": row["prompt"], "answer": row["answer"]}
+        sample |= {"completions": texts, "rewards": scores}
+        with Path(args.run_dir, "samples.jsonl").open("a") as file:
+            file.write(json.dumps(sample, default=str) + "\n")  # an answer may be a date
+        if step == 1 or step % args.eval_every == 0:
+            tqdm.write(f"step {step}: prompt {row['prompt']!r}, answer {row['answer']!r}, rewards and completions:")
+            for text, score in zip(texts, scores):
+                tqdm.write(f"{score}  {text[-160:]!r}")
+
+
+def save(args, policy, optimizer, tokenizer, step):
+    """Write checkpoint-STEP/, a Hugging Face model, with state/, which --resume loads; then remove older ones."""
+    run_dir = Path(args.run_dir)
+    unfinished = run_dir / "unfinished"
+    options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = dcp_state.get_model_state_dict(policy.model, options=options)  # only on rank 0
+    if RANK == 0:
+        for name in policy.model.all_tied_weights_keys:  # second names, such as that of a head that is the embedding
+            weights.pop(name, None)
+        policy.model.save_pretrained(unfinished, state_dict=weights)
+        tokenizer.save_pretrained(unfinished)
+    weights, moments = dcp_state.get_state_dict(policy, optimizer)
+    dcp.save({"policy": weights, "optimizer": moments}, checkpoint_id=unfinished / "state")
+    if RANK == 0:
+        older = list(run_dir.glob("checkpoint-??????"))
+        unfinished.rename(run_dir / f"checkpoint-{step:06d}")  # the last thing to do: a killed save does not count
+        for folder in older:
+            shutil.rmtree(folder)
+        tqdm.write(f"saved {run_dir}/checkpoint-{step:06d}")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ SCRIPTS = ("reinforce", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "grpo_proces
 SCRIPTS += ("gkd", "ppo_rlhf", "dpo", "reward_model", "sft")
 EVAL_EVERY = {"dapo": 2, "ppo_rlhf": 5, "reward_model": 16, "sft": 100}
 # In a script's picture, the first six of these that it has.
-DRAWN = "eval/score eval/accuracy eval/pass@1 eval/pair_accuracy eval/pair_loss eval/loss reward/mean".split()
+DRAWN = "eval/score eval/accuracy eval/pair_accuracy eval/pair_loss eval/loss reward/mean".split()
 DRAWN += "loss/distillation rollout/length_mean policy/entropy policy/ref_kl rollout/ref_kl_sum".split()
 DRAWN += ["eval/pair_chosen_log_ratio", "eval/pair_rejected_log_ratio"]
 EVALUATED = {  # on held-out rows
@@ -53,7 +53,7 @@ SAMPLED = {  # on the completions of each step; the pictures show more
     "value/explained_variance": "explained variance of the value model",
 }
 DIGITS = {"rollout/tool_tokens": 1}  # after the point, if not 3
-# What the pages name outside of the tables, and loss/kl, which is in the csv but no longer logged.
+# What the pages name outside of the tables, and loss/kl and eval/pass@4, which are in the csv but no longer logged.
 OTHERS = ["reward/mean", "reward/zero_std", "loss/policy", "loss/kl"]
 OTHERS += ["rollout/length_mean", "policy/entropy", "policy/ref_kl", "policy/approx_kl", "eval/pass@4"]
 OTHERS += ["policy/clip_fraction_low", "policy/clip_fraction_high", "policy/cap_fraction"]
@@ -74,7 +74,7 @@ def run(script, seed):
     rows = read_jsonl(folder / "metrics.jsonl")
     if script == "dpo":
         flags = ["--tiny", "--num-steps", "0", "--seed", str(seed), "--run-dir", f"{folder}_sampled"]
-        execute(["python", "grpo.py", "--model", str(folder / "checkpoint"), *flags], 1)
+        execute(["python", "grpo.py", "--model", str(folder / "checkpoint-000064"), *flags], 1)
         sampled = read_jsonl(Path(f"{folder}_sampled", "metrics.jsonl"))[0]
         rows[-1] = sampled | rows[-1]
     if script == "sft":

@@ -399,8 +399,7 @@ def time_training(job):
     yield "flags that tools/memory.py suggests for this GPU", memory.as_flags(fit, before), "", None
     settings |= {name: value for name, value in vars(fit).items() if value != getattr(before, name)}
     peaks, script.save = watch_peaks(script), lambda *_: None  # nothing is written
-    own = [name for name in ("accumulate_gradients", "step_optimizer") if hasattr(script, "accumulate_gradients")]
-    calls = watch_calls(script, own or ["compute_logprobs"])
+    ends = watch_ends(script)
     with contextlib.redirect_stdout(sys.stderr):
         script.main(script.Args(**settings))
     line = read_metrics(settings["run_dir"])[-1]
@@ -411,20 +410,19 @@ def time_training(job):
         yield "... tokens a second", tokens / line["perf/rollout_seconds"], "", None
         sampler_kl = line["policy/sampler_kl"]
         yield "... policy/sampler_kl", sampler_kl, "under 0.01", sampler_kl < 0.01
-    seconds = sum(calls[-len(calls) // settings["num_steps"] :])  # of the last step
-    if not own:  # the update is what main does after sampling and log-probabilities
-        seconds = line["perf/step_seconds"] - line["perf/rollout_seconds"] - seconds
+    seconds = line["perf/step_seconds"]  # of dpo.py, which only updates
+    if peaks:  # the update begins after the log-probabilities and values of before
+        seconds = ends.pop("step_optimizer") - max(ends.values())
     yield "update: seconds", seconds, "", None
     yield "update: tokens a second", tokens / seconds, "", None
     if job["peak_tflops"]:
         flops = flops_per_token(memory.count_models(config, job["script"]), size["length"])
         yield "update: model FLOP utilisation", tokens * flops / seconds / job["peak_tflops"] / 1e12, "", None
-    rows = memory.account(config, fit)
-    left_out = sum(row[2] for row in rows if row[0] == "reward model")  # --reward-model none has none
+    _, rollout, update = memory.account(config, fit)[-1]
     last = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
     if peaks:
-        yield from compare_peak("peak of the rollout", peaks[-1], rows[-1][1] - left_out)
-    yield from compare_peak("peak of the update", last, rows[-1][2] - left_out)
+        yield from compare_peak("peak of the rollout", peaks[-1], rollout)
+    yield from compare_peak("peak of the update", last, update)
 
 
 def watch_peaks(script):
@@ -451,26 +449,26 @@ def watch_peaks(script):
     return peaks
 
 
-def watch_calls(script, names):
-    """Return a list that gets the seconds of every call of these functions."""
+def watch_ends(script):
+    """Return a dictionary that gets the time at which the last call of each of these functions ended."""
     import torch
 
-    calls = []
+    ends = {}
 
-    def watched(function):
+    def watched(name, function):
         def timed(*inputs):
-            start = time.perf_counter()
             found = function(*inputs)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            calls.append(time.perf_counter() - start)
+            ends[name] = time.perf_counter()
             return found
 
         return timed
 
-    for name in names:
-        setattr(script, name, watched(getattr(script, name)))
-    return calls
+    for name in ("compute_logprobs", "compute_scores", "step_optimizer"):
+        if hasattr(script, name):
+            setattr(script, name, watched(name, getattr(script, name)))
+    return ends
 
 
 def flops_per_token(models, length):
@@ -488,7 +486,7 @@ def training_settings(job, size):
     settings |= {"dataset": str(ROOT / "data" / "addition")}
     if job["script"] == "ppo_rlhf":
         rows = size["prompts"] * size["group"]
-        settings |= {"reward_model": "none", "update_epochs": 1}
+        settings |= {"reward_model": job["model"], "update_epochs": 1}
         return settings | {"prompts_per_step": rows, "minibatch_size": rows // 2}
     rows = size["prompts"] * size["group"]
     return settings | {"prompts_per_step": size["prompts"], "group_size": size["group"], "minibatch_size": rows // 2}
@@ -534,6 +532,7 @@ def make_model(folder, size):
     # With 0.04, distributions are peaked enough for rounding to matter, but far from those of a trained model.
     config.initializer_range, config.max_position_embeddings = 0.04, 4096
     config.bos_token_id, config.eos_token_id, config.pad_token_id = None, 5, 0
+    config.num_labels = 1  # ppo_rlhf.py loads it as its reward model, too, with another head
     torch.manual_seed(1)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(config)

@@ -72,7 +72,7 @@ SIZES = {
     },
 }
 REAL = {
-    "model": "runs/real_model/sft_1/checkpoint",
+    "model": "runs/real_model/sft_1/checkpoint-000024",
     "dataset": "data/word_problems/mawps",
     "system_prompt": r"Reason step by step, and put your final answer within \boxed{}.",
     "prompts_per_step": 8,

@@ -3,8 +3,8 @@
     python benchmark/memory_cpu.py
 
 The program runs one step of grpo.py on models/smollm2 for each row of settings. It writes the largest resident size of
-each process to benchmark/results/memory_cpu.json. `python tools/memory.py --write docs/memory.md` then writes these
-numbers beside the formulas in docs/memory.md.
+each process to benchmark/results/memory_cpu.json. A test compares it with the formulas and the section "On a CPU" of
+docs/memory.md.
 
 Every step runs in a separate process that saves nothing. Each row is measured twice: with glibc's defaults, and with
 MALLOC_MMAP_THRESHOLD_ set. By default glibc keeps freed memory in pieces that are too small for large tensors. With the

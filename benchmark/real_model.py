@@ -10,11 +10,11 @@ Two runs work at a time, with a core each. Start one of these commands at a time
 folder runs/real_model/NAME_SEED. An interrupted run is resumed, and its minutes are then those of the last part.
 
 The csv has a row for every step that was logged. A trained model that is evaluated on other data has a row with the
-name of these data in the column "look". Every run has a row "whole" with its minutes and GiB. Some completions of each
-evaluation are in real_model_samples.jsonl, or beside a csv of your own. Only the csv in benchmark/results makes pages.
+name of these data in the column "look". Every run has a row "whole" with its minutes and GiB. Only the csv in
+benchmark/results makes pages.
 
-Scripts that save checkpoint-STEP log neither completions of evaluations nor pass@1. New runs of these lack completions
-and the columns eval/pass@1, eval/pass@4, right, recall and equations/..., which some tables of the pages need.
+The columns eval/pass@1, eval/pass@4, right, recall and equations/..., and real_model_samples.jsonl, are of version
+0.6.0 and before, which logged completions of evaluations. Some tables of the pages need them; new runs lack them.
 """
 
 import csv
@@ -28,9 +28,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
@@ -50,7 +48,6 @@ from transformers import AutoTokenizer
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import grpo  # noqa: E402
-from examples.instructions import words_of  # noqa: E402
 
 FOLDER, RESULTS = Path("runs", "real_model"), ROOT / "benchmark" / "results"
 RESULT, SAMPLES = RESULTS / "real_model.csv", RESULTS / "real_model_samples.jsonl"
@@ -155,17 +152,14 @@ def folder_of(name, seed):
 
 
 def checkpoint_of(name, seed):
-    """Return the folder of the model that a run trains; for most scripts, its name has the last step."""
-    run = RUNS[name]
-    if run.script.split()[-1] in ("sft", "dpo", "reward_model", "grpo_tools", "ppo_rlhf", "gkd"):
-        return folder_of(name, seed) / "checkpoint"
-    steps = re.search(r"--num-steps (\d+)", run.flags)
+    """Return the folder of the model that a run trains; its name has the last step."""
+    steps = re.search(r"--num-steps (\d+)", RUNS[name].flags)
     return folder_of(name, seed) / f"checkpoint-{int(steps[1]) if steps else 20:06d}"
 
 
 def saves_of(folder):
     """Return what a run could be resumed from."""
-    return [*folder.glob("checkpoint-*/state"), *folder.glob("state/[0-9]*")]
+    return [*folder.glob("checkpoint-*/state")]
 
 
 def command_of(name, seed, look=""):
@@ -229,10 +223,9 @@ def read_jsonl(path):
 
 
 def one(name, seed, threads, results):
-    """Do what the csv lacks of a run and its evaluations; return its rows of the csv, and completions."""
+    """Do what the csv lacks of a run and its evaluations; return its rows of the csv."""
     key, folder = {"run": name, "seed": seed}, folder_of(name, seed)
     rows = [row for row in read_csv(results) if key.items() <= row.items()]
-    samples = [line for line in read_jsonl(samples_of(results)) if key.items() <= line.items()]
     if RUNS[name].sampled and not data_of(name, seed).exists():
         execute(command_of(name, seed, "data"), threads)
     if not (folder / "trained").exists() or "whole" not in looks_of(rows):
@@ -245,10 +238,6 @@ def one(name, seed, threads, results):
         rows.append(key | {"look": "whole", "step": steps[-1]["step"], "minutes": minutes, "gib": gib})
         if RUNS[name].sampled:
             rows[-1]["samples"] = len(read_jsonl(data_of(name, seed)))
-        evaluated = read_jsonl(folder / "eval_samples.jsonl")
-        mark_right(rows, evaluated)
-        ends = [[line for line in evaluated if line["step"] == evaluated[end]["step"]] for end in (0, -1) if evaluated]
-        samples = [key | line for end in ends for line in shown_of(end)]
     for look in [look for look in RUNS[name].looks if look not in looks_of(rows)]:
         command = command_of(name, seed, look)
         if look == "16 samples":
@@ -257,21 +246,9 @@ def one(name, seed, threads, results):
             found = json.loads(output.splitlines()[-1])
         else:
             execute(command, threads)
-            lines = read_jsonl(Path(command[-1], "eval_samples.jsonl"))
             found = read_jsonl(Path(command[-1], "metrics.jsonl"))[0]
-            if look != "instructions":
-                found |= count_equations(lines)
-            samples += [key | {"look": look} | line for line in lines[:3]]
         rows.append(key | {"look": look} | found)
-        if look == "instructions":
-            mark_right(rows[-1:], lines)
-    return rows, samples
-
-
-def shown_of(lines):
-    """Return the completions that are kept of an evaluation: three, or one for each kind of constraint."""
-    kinds = {kind: prompt for prompt, kind in reversed(held_out().items())}  # the first of each kind
-    return [line for line in lines if line["prompt"] in kinds.values()] or lines[:3]
+    return rows
 
 
 def held_out():
@@ -280,46 +257,12 @@ def held_out():
     return {row["prompt"]: json.loads(row["answer"])["kind"] for row in rows}
 
 
-def mark_right(rows, lines):
-    """Add to rows of evaluations how the held-out instructions were followed.
-
-    "right" has a 0 or 1 for each instruction, in the order of the file. "recall" is the mean share of the words of the
-    reference answer, in data/manners, that the completion has (the recall of ROUGE-1, for distinct words).
-    """
-    references = {row["prompt"]: row["chosen"] for row in read_jsonl(ROOT / MANNERS / "test.jsonl")}
-    for row in rows:
-        found = {line["prompt"]: line for line in lines if line["step"] == row["step"]}
-        if "eval/accuracy" not in row or found.keys() != held_out().keys():
-            continue
-        row["right"] = "".join("1" if found[prompt]["reward"] else "0" for prompt in held_out())
-        shares = []
-        for prompt, line in found.items():
-            expected = {*words_of(references[prompt.rpartition("\n\n")[0]])}
-            shares.append(len(expected & {*words_of(line["completion"])}) / len(expected))
-        row["recall"] = mean(shares)
-
-
 def count_completions(rows, args):
     """Add to the rows of steps how many completions each sampled, of dapo.py with those that it discards."""
     for row in rows:
         if "reward/mean" in row:
             prompts = args["prompts_per_step"] * row.get("rollout/rounds", 1)
             row["rollout/completions"] = prompts * args.get("group_size", 1)
-
-
-def count_equations(lines):
-    """Of the equations in greedy completions: how many are true, and how many have each operation."""
-    found = [re.findall(r"([\d.]+) ([-+*/]) ([\d.]+) = (-?[\d.]+)", line["completion"]) for line in lines]
-    true, operations = 0, Counter(operation for equations in found for _, operation, _, _ in equations)
-    for a, operation, b, c in (equation for equations in found for equation in equations):
-        with suppress(ValueError, ZeroDivisionError):
-            a, b, c = float(a), float(b), float(c)
-            true += abs({"+": a + b, "-": a - b, "*": a * b, "/": a / b if b else math.inf}[operation] - c) < 1e-3
-    if not operations:
-        return {}
-    names = {"+": "sums", "-": "differences", "*": "products", "/": "quotients"}
-    shares = {f"equations/{name}": operations[sign] / operations.total() for sign, name in names.items()}
-    return {"equations/true": true / operations.total()} | shares
 
 
 def looks_of(rows):
@@ -352,11 +295,6 @@ def pass_at(checkpoint, seed, num_prompts=100, num_samples=16):
     return {"step": 0} | {f"eval/pass@{k}": 1 - mean(values) for k, values in wrong.items()}
 
 
-def samples_of(results):
-    """Return the file of completions beside a csv."""
-    return results.with_name(f"{results.stem}_samples.jsonl")
-
-
 def read_csv(results=RESULT):
     """The rows of the csv, with numbers as numbers; what a row does not have is left out."""
     if not results.exists():
@@ -367,18 +305,11 @@ def read_csv(results=RESULT):
     return [{key: value if key in texts else float(value) for key, value in row.items()} for row in rows]
 
 
-def write(rows, samples, results):
-    """Put the rows of a run into the csv, and its samples beside it, in place of those it had."""
+def write(rows, results):
+    """Put the rows of a run into the csv, in place of those it had."""
     ours = rows[0]["run"], rows[0]["seed"]
-    order = [*RUNS].index
-
-    def merged(old, new):
-        kept = [row for row in old if (row["run"], row["seed"]) != ours] + new
-        return sorted(kept, key=lambda row: (order(row["run"]), row["seed"]))
-
-    lines = merged(read_jsonl(samples_of(results)), samples)
-    samples_of(results).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    kept = merged(read_csv(results), rows)
+    kept = [row for row in read_csv(results) if (row["run"], row["seed"]) != ours] + rows
+    kept.sort(key=lambda row: ([*RUNS].index(row["run"]), row["seed"]))
     names = list(dict.fromkeys(["run", "seed", "look", "step", *(name for row in kept for name in row)]))
     with open(results, "w", newline="") as file:
         writer = csv.DictWriter(file, names, lineterminator="\n")
@@ -396,10 +327,10 @@ def make(jobs, together, results):
             while not (folder_of(*base) / "trained").exists() and not futures[base].done():
                 time.sleep(1)
         print(f"{datetime.now():%H:%M} {name} {seed}", flush=True)
-        rows, samples = one(name, seed, 2 // together, results)
+        rows = one(name, seed, 2 // together, results)
         with lock:
-            write(rows, samples, results)
-        for state in {save.parent if save.name.isdigit() else save for save in saves_of(folder_of(name, seed))}:
+            write(rows, results)
+        for state in saves_of(folder_of(name, seed)):
             shutil.rmtree(state)  # 1.6 GB
         print(f"{datetime.now():%H:%M} {name} {seed}: done", flush=True)
 

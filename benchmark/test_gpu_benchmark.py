@@ -79,7 +79,7 @@ def test_passes(job, monkeypatch):
 @pytest.mark.parametrize("name, flags", [("grpo", {}), *benchmark.TRAININGS])
 def test_training(job, monkeypatch, name, flags):
     script = {"grpo": grpo, "dpo": dpo, "ppo_rlhf": ppo_rlhf}[name]
-    replaced = {"save", "sample_completions", "compute_logprobs", "accumulate_gradients", "step_optimizer"}
+    replaced = {"save", "sample_completions", "compute_logprobs", "compute_scores", "step_optimizer"}
     for own in replaced & {*vars(script)}:  # restore what the section replaces
         monkeypatch.setattr(script, own, getattr(script, own))
     rows = as_dict(benchmark.time_training(job | {"script": name, "flags": flags}))

@@ -8,7 +8,7 @@ from statistics import fmean
 import pytest
 import real_model
 import tyro
-from tiny import ROOT, load_module, read_jsonl
+from toy import ROOT, load_module, read_jsonl
 
 import grpo
 

@@ -88,7 +88,7 @@ min(r A, clip(r) A), and the value loss|− D(π_T ‖ π), a sum over the vocab
 |clipping|none|none|none|0.2; values within 0.2 of the old ones|none|
 |KL|none|none|β, implied by the loss|k1 to the initial model, in the reward\
 |the loss: to or from the teacher|
-|models in memory|policy|reward model|policy; the reference's log-probabilities are computed once|\
+|models in memory|policy|reward model|policy, reference|\
 policy, value model, reference, reward model|student, teacher|
 """
 
@@ -98,8 +98,7 @@ def updates_per_rollout(script):
     module = importlib.import_module(script)
     real = vars(module.Args())
     found = []
-    tiny = module.TINY if isinstance(module.TINY, dict) else vars(module.TINY)
-    for settings in (real | tiny, real):
+    for settings in (vars(module.TINY), real):
         completions = settings["prompts_per_step"] * settings.get("group_size", 1)
         minibatch_size = settings["minibatch_size"] if "minibatch_size" in real else completions
         found.append(completions // minibatch_size * settings.get("update_epochs", 1))

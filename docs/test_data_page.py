@@ -11,8 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from test_answers import DATA, box, each_case
-from tiny import load_module
-from toy import ROOT, read_jsonl, train
+from toy import ROOT, load_module, read_jsonl, train
 
 import grpo
 

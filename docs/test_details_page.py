@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from PIL import Image
-from tiny import ROOT, load_module
+from toy import ROOT, load_module
 
 import grpo
 

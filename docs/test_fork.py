@@ -15,8 +15,7 @@ import urllib.error
 import pytest
 import torch
 from sync_copies import MARKER, split
-from tiny import load_module, record
-from toy import ROOT, TINY, build_model, gradient_of, pad, parse, read_jsonl, relative_error
+from toy import ROOT, TINY, build_model, gradient_of, load_module, pad, parse, read_jsonl, record, relative_error
 from transformers import AutoModelForCausalLM
 
 import cispo

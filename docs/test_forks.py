@@ -12,10 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import read_oracle, tensor
 from processes import run_on_ranks
 from sync_copies import MARKER
-from tiny import load_module, record
 from toy import (
     LOSS,
     ROOT,
@@ -23,17 +21,23 @@ from toy import (
     build_model,
     call,
     gradient_of,
+    load_module,
     pad,
     parse,
     read_jsonl,
+    read_oracle,
+    record,
     relative_error,
+    tensor,
     write_jsonl,
 )
+from transformers import AutoTokenizer
 
 import dpo
 import grpo
+import ppo_rlhf
 
-SCRIPTS = {"maxrl": grpo, "dppo": grpo, "gdpo": grpo, "ipo": dpo, "simpo": dpo}
+SCRIPTS = {"maxrl": grpo, "dppo": grpo, "gdpo": grpo, "ipo": dpo, "simpo": dpo, "ptx": ppo_rlhf}
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs" / "forks").glob("*.md"))}
 INTRODUCTION = (ROOT / "docs" / "fork.md").read_text(encoding="utf-8")
 COPY = "    cp {1}.py my_{0}.py\n    sed -n '/^--- my_{0}.py/,/^```$/p' docs/forks/{0}.md | git apply -p0\n"
@@ -42,6 +46,7 @@ ONE_LINE = {  # {one-line fork: (old text in grpo.py, new text)}
     for name, old, new in re.findall(r"^- \*\*(.+?)\*\*.*\n +`(.+)`\n +becomes `(.+)`", INTRODUCTION, re.M)
 }
 each_fork = pytest.mark.parametrize("name", SCRIPTS)
+KINDS = ("chosen", "rejected")
 
 
 @pytest.fixture(scope="module")
@@ -203,6 +208,35 @@ def check_simpo(fork, *_):
         assert found == [(1, 2), (-1.0, 2), (-10.0, 2), (-9.0, 2)]
 
 
+def check_ptx(fork, *_):
+    """The gradient is that of PPO's loss less 0.7 times the mean log-likelihood, which plain forward passes give."""
+    models = {"model": ROOT / "models/tiny", "reward_model": ROOT / "models/tiny-reward", "tiny": True}
+    args = parse(fork, ptx_coef=0.7, temperature=0.5, microbatch_tokens=40, **models)
+    tokenizer, cpu = AutoTokenizer.from_pretrained(args.model), torch.device("cpu")
+    policy, value_model = fork.load_policy(args, tokenizer, cpu), fork.load_scorer(args, tokenizer, cpu)
+    ids, mask = pad([[3, 4], [5, 0, 1, 6]], [[7, 8, 9], [10, 5]])
+    batch = {"ids": ids, "completion_mask": mask, "total_lengths": torch.tensor([5, 6])}
+    noise = torch.randn(5, *ids.shape, generator=torch.Generator().manual_seed(0))
+    batch |= dict(zip(("old_logprobs", "sampler_logprobs", "advantages", "old_values", "returns"), noise))
+    texts = ["12+34=46", "<|user|>1+2=<|assistant|>\\boxed{3}<|end|>", "", "7", "1+2=3;" * 30]  # the last is cut off
+    fork.accumulate_gradients(policy, value_model, batch, torch.arange(2), 6, args)
+    metrics = fork.accumulate_ptx(policy, tokenizer, [{"text": text} for text in texts], args)
+    found = torch.cat([weight.grad.flatten() for weight in policy.parameters()])
+    logprobs, _ = policy(ids, mask, 0.5)
+    names = ("old_logprobs", "sampler_logprobs", "advantages")
+    loss, _ = fork.policy_loss(logprobs, *(batch[name] for name in names), mask, 0.2, 2.0)
+    lines = [tokenizer(text)["input_ids"][:80] for text in texts]
+    likelihoods = [
+        policy.model(torch.tensor([line])).logits[0, :-1].log_softmax(-1)[range(len(line) - 1), line[1:]]
+        for line in lines
+        if len(line) > 1
+    ]
+    mean = torch.cat(likelihoods).mean()
+    assert relative_error(found, gradient_of(policy.model, loss / 6 - 0.7 * mean)) < 1e-4
+    [(total, count)] = add_pairs(metrics).values()
+    assert total / count == pytest.approx(-mean.item(), rel=1e-4)
+
+
 CHECKS = {name: globals()[f"check_{name}"] for name in SCRIPTS}
 GROUP_STD, WHITEN = "groups.std(1, keepdim=True)", "advantages / (mean_metrics("
 MOVED, PARTS = "advantages.sign() * moved", "scores], dtype=torch.float64)"
@@ -253,6 +287,14 @@ WRONG = {  # {fork: {mistake in its loss: (old text, new text)}}
         "the target on the other side": ("margins - gamma", "margins + gamma"),
         "the target times beta": ("margins - gamma", "margins - beta * gamma"),
         "the wrong sign": ("margins = beta", "margins = -beta"),
+    },
+    "ptx": {
+        "the wrong sign": ("loss = -logprobs.sum()", "loss = logprobs.sum()"),
+        "the temperature of samples": ("mask, 1.0)", "mask, args.temperature)"),
+        "a mean per microbatch": ("loss / num_tokens", "loss / mask.sum()"),
+        "no coefficient": ("(args.ptx_coef * loss", "(loss"),
+        "texts are not cut off": ('["input_ids"][:limit]', '["input_ids"]'),
+        "the second token is left out": ("torch.arange(len(text)) > 0", "torch.arange(len(text)) > 1"),
     },
 }
 
@@ -351,26 +393,66 @@ def test_gdpo_divides_by_the_standard_deviation_over_all_ranks(forks, folder, tm
 
 
 @pytest.mark.parametrize("name", ["ipo", "simpo"])
-def test_forks_of_dpo_train(name, forks, tmp_path, monkeypatch):
+def test_forks_of_dpo_train(name, forks, tmp_path):
     pairs = read_jsonl(ROOT / "data" / "preferences" / "train.jsonl")[:40]
     dataset = write_jsonl(tmp_path / "pairs.jsonl", pairs)
-    losses, preference_loss = [], forks[name].preference_loss
-
-    def recorded(**given):
-        losses.append(given)
-        return preference_loss(**given)
-
-    monkeypatch.setattr(forks[name], "preference_loss", recorded)
-    lines, passes = train(forks[name], tmp_path / "run", "pair_logprobs", dataset=dataset)
+    names = ("pair_logprobs", "preference_loss")
+    lines, passes, losses = train(forks[name], tmp_path / "run", *names, dataset=dataset, microbatch_tokens=10_000)
     assert all("pair/chosen_log_ratio" in line for line in lines[1:]) and "eval/pair_loss" in lines[-1]
-    own = passes[-4:]  # an evaluation, two steps, and another evaluation, after the passes of the reference
-    assert [len(pairs) for (_, pairs), _ in own] == [4, 8, 8, 4]
-    for ((_, pairs), logprobs), given in zip(own, losses, strict=True):
-        assert given["chosen_logprobs"].tolist() == logprobs[:, 0].tolist()
-        assert given["chosen_logprobs"].requires_grad == (len(pairs) == 8)
+    assert [len(given[0]) for given, _ in losses] == [4, 8, 8, 4]  # an evaluation, two steps, another evaluation
+    for ((_, batch), logprobs), (given, _) in zip(passes[::2], losses, strict=True):  # the others are the reference's
+        assert given[0].tolist() == logprobs[0].tolist()
+        assert given[0].requires_grad == (len(given[0]) == 8)
         if name == "simpo":
-            lengths = [[len(pair["chosen_ids"]), len(pair["rejected_ids"])] for pair in pairs]
-            assert given["lengths"].tolist() == lengths
+            assert given[4].tolist() == torch.stack([batch[f"{kind}_mask"].sum(1) for kind in KINDS], 1).tolist()
+
+
+def test_ptx_trains_on_as_many_texts_as_completions(forks, tmp_path):
+    """No text comes twice before all have come once; they become more likely."""
+    (tmp_path / "texts").mkdir()
+    write_jsonl(tmp_path / "texts/train.jsonl", [{"text": f"{i}+1={i + 1}"} for i in range(10, 80)])
+    sizes = {"prompts_per_step": 16, "ptx_dataset": tmp_path / "texts", "learning_rate": 1e-3, "ptx_coef": 10.0}
+    lines, calls = train(forks["ptx"], tmp_path / "run", "accumulate_ptx", **sizes)
+    texts = [row["text"] for (_, _, rows, _), _ in calls for row in rows]
+    assert len(texts) == 2 * 2 * 16 and len({*texts}) == 64  # steps, epochs, completions
+    assert lines[2]["loss/ptx"] < lines[1]["loss/ptx"] - 0.5
+    assert all(line["loss/value"] > 0 and line["policy/approx_kl"] > 0 for line in lines[1:])
+
+
+RANKS_OF_PTX = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import torch
+import my_ptx
+device = my_ptx.init_ranks()
+args = my_ptx.TINY
+args.microbatch_tokens = 20
+tokenizer = my_ptx.AutoTokenizer.from_pretrained(args.model)
+policy = my_ptx.load_policy(args, tokenizer, device)
+rows = [{"text": "1+2=3;" * number} for number in (1, 2, 3, 4, 5, 6)]
+metrics = my_ptx.accumulate_ptx(policy, tokenizer, rows[my_ptx.RANK :: my_ptx.WORLD_SIZE], args)
+mean = my_ptx.mean_metrics(metrics)["loss/ptx"]
+gradient = torch.cat([weight.grad.full_tensor().flatten() for weight in policy.parameters()])
+torch.save((mean, gradient), f"{my_ptx.RANK}.pt")
+my_ptx.dist.destroy_process_group()
+"""
+
+
+@pytest.mark.usefixtures("alone")
+def test_ptx_divides_by_the_tokens_of_all_ranks(forks, folder, tmp_path, monkeypatch):
+    fork = forks["ptx"]
+    monkeypatch.chdir(tmp_path)
+    Path("ranks.py").write_text(RANKS_OF_PTX)
+    run_on_ranks(tmp_path / "ranks.py", folder)
+    tokenizer = AutoTokenizer.from_pretrained(fork.TINY.model)
+    policy = fork.load_policy(fork.TINY, tokenizer, torch.device("cpu"))
+    rows = [{"text": "1+2=3;" * number} for number in (1, 2, 3, 4, 5, 6)]
+    expected = fork.mean_metrics(fork.accumulate_ptx(policy, tokenizer, rows, fork.TINY))["loss/ptx"]
+    gradient = torch.cat([weight.grad.flatten() for weight in policy.parameters()])
+    for rank in (0, 1):
+        mean, found = torch.load(f"{rank}.pt")
+        assert mean == pytest.approx(expected, rel=1e-5) and relative_error(found, gradient) < 1e-5
 
 
 # ---- the pages
@@ -385,7 +467,7 @@ def test_pages_are_short_and_edit_nothing_below_the_line(name, folder):
     assert changed != source and changed.partition(MARKER)[2] == source.partition(MARKER)[2]
     diff = re.search(r"^```diff\n(.*?)^```", PAGES[name], re.DOTALL | re.MULTILINE)[1]
     added = [line for line in diff.splitlines()[2:] if line.startswith("+")]
-    assert len(added) <= 17
+    assert len(added) <= (40 if name == "ptx" else 17)
     assert f"](forks/{name}.md)" in INTRODUCTION and SCRIPTS.keys() == PAGES.keys()
 
 

@@ -33,7 +33,7 @@ run() {
     shift 2
     [ ! -e "$folder/done" ] || return 0
     echo "$folder"
-    if [ -n "$(ls -d "$folder"/state/[0-9]* "$folder"/checkpoint-* 2> /dev/null)" ]; then
+    if ls -d "$folder"/checkpoint-* > /dev/null 2>&1; then
         python "$script" --resume "$folder" >> "$RUNS/log.txt"
     else
         rm -rf "$folder"
@@ -63,7 +63,7 @@ while [ "$round" -lt "$ROUNDS" ]; do
     [ "$START" = last ] || from=$MODEL
     run "sft_$round" sft.py --model "$from" $TINY --dataset "$right" --num-steps "$steps" \
         --minibatch-size "$MINIBATCH" --eval-prompts 0 --seed "$seed" $SFT
-    newest=$RUNS/sft_$round/checkpoint
+    newest=$(ls -d "$RUNS/sft_$round"/checkpoint-* | tail -1)
     evaluate "$round" "$newest"
 done
 

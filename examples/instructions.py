@@ -72,26 +72,18 @@ def is_correct(completion, answer):
     return is_own_answer(text, row["instruction"], row["constraint"]) and meets(text, row["kind"], row["value"])
 
 
-def prepare(script):
-    """Let a script use the constraints as its answers."""
-    script.is_correct = is_correct
-    script.parse_gold = lambda answer: answer  # gkd.py and grpo_tools.py parse the answers of rows: no numbers here
-    return script
-
-
 def main():
     name = "grpo"
     if len(sys.argv) > 1 and not sys.argv[1].startswith("-"):
         name = sys.argv.pop(1)
-    if name == "sample":  # samples with the functions of grpo.py
-        prepare(importlib.import_module("grpo"))
+    script = importlib.import_module("grpo" if name == "sample" else name)  # whose functions tools/sample.py uses
+    script.is_correct = is_correct
+    flags = DATA + TRAINING + ADDED.get(name, [])
+    if name in ("reinforce", "gkd"):  # they make one update per rollout
+        flags.remove("--minibatch-size=64")
+    if name == "sample":
         script = importlib.import_module("tools.sample")
         flags = DATA
-    else:
-        script = prepare(importlib.import_module(name))
-        flags = DATA + TRAINING + ADDED.get(name, [])
-        if name in ("reinforce", "gkd"):  # they make one update per rollout
-            flags.remove("--minibatch-size=64")
     if not any(word.startswith("--resume") for word in sys.argv):  # a run keeps its own
         sys.argv[1:1] = flags
     script.main(script.parse_args())

@@ -32,7 +32,7 @@ run() {
     shift 2
     [ ! -e "$folder/done" ] || return 0
     echo "$folder"
-    if [ -n "$(ls -d "$folder"/state/[0-9]* "$folder"/checkpoint-* 2> /dev/null)" ]; then
+    if ls -d "$folder"/checkpoint-* > /dev/null 2>&1; then
         python "$script" --resume "$folder" >> "$RUNS/log.txt"
     else
         rm -rf "$folder"

@@ -13,7 +13,7 @@ import argparse
 import json
 import os
 import sys
-from collections import Counter
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -27,76 +27,62 @@ import dpo
 QUESTION = "{}\n\nAnswer A:\n{}\n\nAnswer B:\n{}\n\nWhich of the two answers to the above is better? Say only A or B."
 
 
-def load_pairs(given, tokenizer):
-    """Return the pairs of the dataset; print how many were dropped, and why."""
-    pairs, dropped = [], Counter()
-    rows, _ = dpo.load_splits(given.dataset, 0)  # nothing is held out
+def read_pairs(given, rows, _args, tokenizer):
+    """Return pairs with the comparisons to make; drop those without prompt or difference, or with a long comparison.
+
+    A comparison is a row of dpo.py. There is one with --by logprob, and one in each order with --by chat.
+    """
+    stop_id = dpo.find_turn_end(tokenizer) or tokenizer.eos_token_id
+    prompt_column = next((name for name in ("prompt", "question", "problem") if name in rows.column_names), None)
+    a, b = [tokenizer(letter, add_special_tokens=False)["input_ids"] for letter in "AB"]
+    if given.by == "chat" and a == b:
+        sys.exit("--by chat needs a tokenizer that has the letters A and B")
+    pairs = []
     for row in rows:
-        pair, reason = read_pair(row, tokenizer, given)
-        if reason:
-            dropped[reason] += 1
+        chats = [dpo.find_chat(row.get(prompt_column), row[side], tokenizer) for side in ("chosen", "rejected")]
+        prompt, other_prompt = [chat[:-1] for chat in chats]
+        if not prompt or prompt != other_prompt or chats[0] == chats[1]:
+            continue
+        texts = [chat[-1]["content"] for chat in chats]
+        if given.by == "logprob":
+            (prompt_ids, chosen_ids), (_, rejected_ids) = [dpo.encode_chat(tokenizer, chat, stop_id) for chat in chats]
+            asked = [{"prompt_ids": prompt_ids, "chosen_ids": chosen_ids, "rejected_ids": rejected_ids}]
         else:
-            pairs.append(pair)
-    print(f"{len(pairs)} pairs of {given.dataset}, dropped: {dict(dropped)}")
+            said = prompt[0]["content"]
+            if len(prompt) > 1:
+                said = "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+            asked = []
+            for order in (texts, texts[::-1]):
+                chat = dpo.as_messages(QUESTION.format(said, *order), "user") + dpo.as_messages("A", "assistant")
+                prompt_ids, _ = dpo.encode_chat(tokenizer, chat, stop_id)
+                asked.append({"prompt_ids": prompt_ids, "chosen_ids": a, "rejected_ids": b})
+        if max(sum(map(len, comparison.values())) for comparison in asked) <= given.max_length:
+            pairs.append({"prompt": prompt, "texts": texts, "kind": row.get("kind"), "asked": asked})
     return pairs
 
 
-def read_pair(row, tokenizer, given):
-    """Return a pair with the comparisons to make, and ""; or None, and why the pair is dropped.
-
-    A comparison is a pair in the form of dpo.py. There is one with --by logprob, and one in each order with --by chat.
-    """
-    if row.get("tools"):
-        return None, "with tools, which the judge does not read"
-    prompt, *completions = dpo.split_pair(row, tokenizer.chat_template is not None)
-    texts = [completion.get("content", "") for completion in completions if prompt]
-    if not prompt or not all(map(str.strip, texts)) or texts[0] == texts[1]:
-        return None, "without a prompt and two different completions"
-    asked = []
-    if given.by == "logprob":
-        prompt_ids = dpo.encode_prompt(tokenizer, prompt, None)
-        a, b = [dpo.encode_completion(tokenizer, prompt_ids, [*prompt, message], None) for message in completions]
-        if a is None or b is None:
-            return None, "whose prompt reads differently when a completion follows"
-        asked.append({"prompt_ids": prompt_ids, "chosen_ids": a, "rejected_ids": b})
-    else:
-        said = prompt[0]["content"]
-        if len(prompt) > 1:
-            said = "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
-        a, b = (tokenizer(letter, add_special_tokens=False)["input_ids"] for letter in "AB")
-        for order in (texts, texts[::-1]):
-            chat = [{"role": "user", "content": QUESTION.format(said, *order)}]
-            prompt_ids = dpo.encode_prompt(tokenizer, chat, None)
-            asked.append({"prompt_ids": prompt_ids, "chosen_ids": a, "rejected_ids": b})
-    if a == b or max(sum(map(len, pair.values())) for pair in asked) > given.max_length:
-        return None, f"with more than {given.max_length} tokens, or with the same tokens twice"
-    return {"prompt": prompt, "texts": texts, "kind": row.get("kind"), "asked": asked}, ""
-
-
 @torch.no_grad()
-def compare(policy, pairs):
+def compare(policy, rows):
     """Return the mean log-probability per token of each chosen completion minus that of the rejected one: (N,)."""
     margins = []
-    for start in range(0, len(pairs), 8):
-        part = pairs[start : start + 8]
-        lengths = torch.tensor([[len(pair["chosen_ids"]), len(pair["rejected_ids"])] for pair in part])
-        means = dpo.pair_logprobs(policy, part).cpu() / lengths  # (n, 2)
-        margins.append(means[:, 0] - means[:, 1])
-    return torch.cat(margins)
+    for start in range(0, len(rows), 8):
+        batch = dpo.make_batch(rows[start : start + 8], policy.model.device)
+        chosen, rejected = dpo.pair_logprobs(policy, batch)
+        margins.append(chosen / batch["chosen_mask"].sum(1) - rejected / batch["rejected_mask"].sum(1))
+    return torch.cat(margins).cpu()
 
 
 def main(given):
-    Path(given.out).exists() and sys.exit(f"--out {given.out} exists already: choose another file")
-    device = dpo.init_ranks()
-    tokenizer = AutoTokenizer.from_pretrained(given.model)
-    rows = load_pairs(given, tokenizer)
-    if not rows:
-        sys.exit("nothing to judge: all pairs were dropped (--by chat needs a tokenizer that has the letters A and B)")
-    asked = [pair for row in rows for pair in row["asked"]]
-    model = dpo.load_model(given.model, tokenizer)
-    longest = max(dpo.count_tokens(pair) // 2 for pair in asked)  # a pair is two texts in the batch
-    dpo.check_model(model, dpo.Args(max_prompt_length=longest, max_completion_length=0))
-    margins = compare(dpo.LogprobModel(model.to(device)), asked).view(len(rows), -1)  # (N, 1), by chat (N, 2)
+    if Path(given.out).exists():
+        sys.exit(f"--out {given.out} exists already: choose another file")
+    args = dpo.Args(model=given.model, dataset=given.dataset, eval_prompts=0, precision="float32")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    dpo.read_rows = partial(read_pairs, given)
+    rows, _ = dpo.load_rows(args, tokenizer)
+    policy = dpo.load_policy(args, tokenizer, device)
+    margins = compare(policy, [comparison for row in rows for comparison in row["asked"]])
+    margins = margins.view(len(rows), -1)  # (N, 1), by chat (N, 2)
     if given.by == "chat":  # log odds of A: first with the chosen completion as A, then as B
         as_a = (margins > 0).float().mean(1)  # the share of A in the two answers
         biased = (as_a != 0.5).sum()
@@ -115,8 +101,8 @@ def main(given):
 if __name__ == "__main__":
     add = (parser := argparse.ArgumentParser(description="Let a model label preference pairs.")).add_argument
     add("--by", choices=("logprob", "chat"), default="logprob", help="how the model judges (default: logprob)")
-    add("--model", default=dpo.Args.model, help="folder or hub name of the judge (default: models/tiny)")
-    add("--dataset", default=dpo.Args.dataset, help="pairs in a form that dpo.py reads (default: data/preferences)")
+    add("--model", default=dpo.TINY.model, help="folder or hub name of the judge (default: models/tiny)")
+    add("--dataset", default=dpo.TINY.dataset, help="pairs in a form that dpo.py reads (default: data/preferences)")
     add("--out", required=True, help="new file of rows {prompt, chosen, rejected}; ties are left out")
     add("--max-length", type=int, default=2048, help="maximum tokens of a comparison (default: 2048)")
     main(parser.parse_args())

@@ -32,7 +32,7 @@ run() {
     shift 2
     [ ! -e "$folder/done" ] || return 0
     echo "$folder"
-    if [ -n "$(ls -d "$folder"/state/[0-9]* "$folder"/checkpoint-* 2> /dev/null)" ]; then
+    if ls -d "$folder"/checkpoint-* > /dev/null 2>&1; then
         python "$script" --resume "$folder" >> "$RUNS/log.txt"
     else
         rm -rf "$folder"
@@ -60,7 +60,7 @@ while [ "$round" -lt "$ROUNDS" ]; do
     steps=$((($(wc -l < "$pairs") * EPOCHS + MINIBATCH - 1) / MINIBATCH))
     run "dpo_$round" dpo.py --model "$newest" $TINY --dataset "$pairs" --num-steps "$steps" \
         --minibatch-size "$MINIBATCH" --eval-prompts 0 --seed "$seed" $DPO
-    newest=$RUNS/dpo_$round/checkpoint
+    newest=$(ls -d "$RUNS/dpo_$round"/checkpoint-* | tail -1)
     evaluate "$round" "$newest"
 done
 

@@ -37,7 +37,7 @@ run() {
     shift 2
     [ ! -e "$folder/done" ] || return 0
     echo "$folder"
-    if [ -n "$(ls -d "$folder"/state/[0-9]* "$folder"/checkpoint-* 2> /dev/null)" ]; then
+    if ls -d "$folder"/checkpoint-* > /dev/null 2>&1; then
         python "$script" --resume "$folder" >> "$RUNS/log.txt"
     else
         rm -rf "$folder"
@@ -57,18 +57,18 @@ rl() { # rl NAME MODEL SEED: train the model with format_reward.py
         --eval-every "$STEPS" --eval-prompts "$EVAL_PROMPTS" ${SYSTEM:+--system-prompt "$SYSTEM"} $SAMPLE $GRPO
 }
 
+newest() { ls -d "$RUNS/$1"/checkpoint-* | tail -1; } # newest NAME: print the newest checkpoint of a stage
 sft cold "${COLD:-$RUNS/cold.jsonl}"
-rl rl_1 "$RUNS/cold/checkpoint" "$((seed * 100 + 1))"
+rl rl_1 "$(newest cold)" "$((seed * 100 + 1))"
 if [ ! -e "$RUNS/right.jsonl" ]; then
     echo "$RUNS/right.jsonl"
-    python "$root/tools/sample.py" --model "$(ls -d "$RUNS"/rl_1/checkpoint-* | tail -1)" $TINY $SAMPLE \
-        --dataset "$DATASET" --split train --num-prompts "$PROMPTS" --num-samples "$SAMPLES" --keep right \
-        --per-prompt "$PER_PROMPT" --eval-prompts "$EVAL_PROMPTS" ${SYSTEM:+--system-prompt "$SYSTEM"} --seed "$seed" \
-        --out "$RUNS/right.jsonl" >> "$RUNS/log.txt"
+    python "$root/tools/sample.py" --model "$(newest rl_1)" $TINY --dataset "$DATASET" --split train --seed "$seed" \
+        --num-prompts "$PROMPTS" --num-samples "$SAMPLES" --per-prompt "$PER_PROMPT" --keep right $SAMPLE \
+        --eval-prompts "$EVAL_PROMPTS" ${SYSTEM:+--system-prompt "$SYSTEM"} --out "$RUNS/right.jsonl" >> "$RUNS/log.txt"
 fi
 grep '<think>' "$RUNS/right.jsonl" > "$RUNS/thoughts.jsonl"
 sft sft "$RUNS/thoughts.jsonl"
-rl rl_2 "$RUNS/sft/checkpoint" "$((seed * 100 + 2))"
+rl rl_2 "$(newest sft)" "$((seed * 100 + 2))"
 
 show() { # show LABEL METRICS: print a row of the table
     LC_ALL=C printf '%5s   %.3f\n' "$1" "$(echo "$2" | sed 's/.*"eval\/accuracy": \([^,}]*\).*/\1/')"

@@ -16,8 +16,8 @@ from unittest.mock import MagicMock
 import pytest
 import torch.distributed as dist
 from datasets import Dataset
-from tiny import load_module
-from toy import ROOT, read_jsonl, write_jsonl
+from toy import ROOT, TINY, load_module, read_jsonl, write_jsonl
+from transformers import AutoTokenizer
 
 import grpo
 
@@ -349,11 +349,11 @@ def test_without_namespaces_it_is_refused_in_one_line(reason, tmp_path):
 SAID = "in all of these many different words there are ten of them"
 
 
-def test_rows_are_left_out_as_in_grpo_but_not_for_the_words_of_a_test(tokenizer):
+def test_rows_are_left_out_as_in_grpo_but_not_for_the_words_of_a_test():
     answer = json.dumps([["f()", SAID]])
     rows = Dataset.from_list([{"prompt": prompt, "answer": answer} for prompt in ("1+1=1+1=1+1=1+1=", None, "1+1=")])
     args = grpo.Args(max_prompt_length=8, system_prompt="")
-    [found] = code_reward.read_rows(grpo.read_rows, rows, args, tokenizer)
+    [found] = code_reward.read_rows(grpo.read_rows, rows, args, AutoTokenizer.from_pretrained(TINY))
     assert found["prompt"] == "1+1=" and found["answer"] == answer
 
 

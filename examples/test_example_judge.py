@@ -5,13 +5,12 @@ import sys
 
 import pytest
 import torch
-from tiny import FORMS, ROOT, load, make_folder, make_tokenizer, parse, read_jsonl, write_jsonl
-from transformers import AutoTokenizer
+from toy import FORMS, ROOT, TINY, make_folder, make_tokenizer, parse, read_jsonl, write_jsonl
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dpo
 import reward_model
 
-pytestmark = pytest.mark.usefixtures("alone")
 JUDGE = ROOT / "examples" / "judge.py"
 WORDS = "red green blue one two three up down left right in out".split()
 PAIRS = [{"prompt": f"Say {a}.", "chosen": a, "rejected": b} for a, b in zip(WORDS, WORDS[5:] + WORDS[:5])]
@@ -26,6 +25,7 @@ def judge(tmp_path, monkeypatch, capsys):
         out = tmp_path / "new" / f"{len([*tmp_path.glob('new/*')])}.jsonl"
         line = ["judge.py", "--dataset", str(tmp_path / "pairs.jsonl"), "--out", str(out)]
         monkeypatch.setattr(sys, "argv", [*line, *map(str, flags)])
+        monkeypatch.setattr(dpo, "read_rows", dpo.read_rows)  # it replaces this
         runpy.run_path(str(JUDGE), run_name="__main__")
         return read_jsonl(out), capsys.readouterr().out
 
@@ -36,7 +36,7 @@ def judge(tmp_path, monkeypatch, capsys):
 def chat_model(request, tmp_path):
     """Return the folder of a random model with this chat template, whose large weights give clear preferences."""
     folder = make_folder(tmp_path / "model", make_tokenizer(*FORMS[request.param]))
-    model, tokenizer = load(dpo, folder)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(8.0 if weight.ndim > 1 else 1.0)
@@ -50,13 +50,14 @@ def next_logprobs(model, ids):
 
 
 def test_by_logprob_the_likelier_completion_per_token_is_chosen(judge):
-    model, tokenizer = load(dpo, ROOT / "models" / "tiny")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(TINY), AutoTokenizer.from_pretrained(TINY)
     rows = read_jsonl(ROOT / "data" / "preferences" / "test.jsonl")[:24]
     expected = []
     for row in rows:
         means = []
         for text in (row["chosen"], row["rejected"]):
-            prompt = dpo.encode_prompt(tokenizer, dpo.as_messages(row["prompt"], "user"), None)
+            chat = [{"role": "user", "content": row["prompt"]}]
+            prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
             ids = [*tokenizer(text)["input_ids"], dpo.find_turn_end(tokenizer)]
             logprobs = next_logprobs(model, [*prompt, *ids])[len(prompt) - 1 : -1]
             means.append(logprobs.gather(1, torch.tensor(ids).unsqueeze(1)).mean().item())
@@ -102,21 +103,20 @@ def test_dialogues_are_judged_and_dpo_and_reward_model_take_what_was_written(jud
     rows = [{key: start + row[key] for key in ("chosen", "rejected")} for start, row in zip(said, PAIRS)]
     rows.append(rows[0] | {"rejected": rows[0]["chosen"]})
     written, told = judge(rows, "--by", by, "--model", folder)
-    dropped = {"without a prompt and two different completions": 1}
     assert len(written) == len(PAIRS)
-    assert f"{len(PAIRS)} pairs of {tmp_path / 'pairs.jsonl'}, dropped: {dropped}\n" in told
+    assert f"{len(rows)} training rows; read: {len(PAIRS)} to train on, 0 held out\n" in told
     for row, before in zip(written, PAIRS):
         assert row["prompt"] == [{"role": "user", "content": before["prompt"]}]
         assert {row["chosen"], row["rejected"]} == {before["chosen"], before["rejected"]}
     tokenizer = AutoTokenizer.from_pretrained(folder)
     settings = {"dataset": tmp_path / "new" / "0.jsonl", "max_prompt_length": 64, "eval_prompts": 0}
     for script in (dpo, reward_model):
-        pairs, _ = script.load_pairs(parse(script, **settings), tokenizer)
+        pairs, _ = script.load_rows(parse(script, **settings), tokenizer)
         assert len(pairs) == len(PAIRS)
 
 
 def test_a_judge_that_cannot_say_a_or_b_and_a_file_that_exists_are_one_line(judge, tmp_path):
     with pytest.raises(SystemExit, match="--out .* exists"):
         judge(PAIRS, "--out", tmp_path)
-    with pytest.raises(SystemExit, match="nothing to judge: .* a tokenizer that has the letters A and B"):
+    with pytest.raises(SystemExit, match="--by chat needs a tokenizer that has the letters A and B"):
         judge(PAIRS, "--by", "chat")

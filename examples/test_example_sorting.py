@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from processes import run_file, run_shell
-from tiny import load_module
-from toy import ROOT, read_jsonl
+from toy import ROOT, load_module, read_jsonl
 
 import sft
 
@@ -60,8 +59,8 @@ def test_the_shell_script_trains_goes_on_and_shows(tmp_path, monkeypatch):
     flags = re.findall(r"--([a-z-]+)", line)  # of the base model, which this test does not train
     assert len(flags) == 4 and {flag.replace("-", "_") for flag in flags} <= vars(sft.Args()).keys()
     base = tmp_path / "base"
-    (base / "state" / "00000300").mkdir(parents=True)  # the run looks finished, so run.sh does not train it
-    shutil.copytree(ROOT / "models" / "tiny", base / "checkpoint")
+    trained = base / "checkpoint-000300"  # the run looks finished, so run.sh does not train it
+    shutil.copytree(ROOT / "models" / "tiny", trained)
     monkeypatch.chdir(tmp_path)
     settings = {"FOLDER": str(tmp_path), "SEEDS": "3", "REWARDS": "inclusion", "FLAGS": FLAGS}
 
@@ -88,6 +87,6 @@ def test_the_shell_script_trains_goes_on_and_shows(tmp_path, monkeypatch):
     for row in samples:
         assert row["rewards"] == [rewards.inclusion(text, row["answer"]) for text in row["completions"]]
     args = json.loads((folder / "args.json").read_text())
-    assert args["seed"] == 3 and args["model"] == str(base / "checkpoint")
+    assert args["seed"] == 3 and args["model"] == str(trained)
     assert (tmp_path / "sorting.png").is_file() and not (base / "metrics.jsonl").exists()
     assert "inclusion__3: " in told and "| inclusion | eval/accuracy | 1 | 2 |" in told

@@ -28,7 +28,7 @@ GRPO = "--prompts-per-step 2 --group-size 4 --minibatch-size 8 --warmup-steps 0 
 GRPO += " --max-completion-length 24"
 
 # The stages of each recipe, and the model that each stage starts from.
-BASE, MADE, SAVED = str(TINY), "runs/{}/checkpoint".format, "runs/{}/checkpoint-000002".format
+BASE, MADE, SAVED = str(TINY), "runs/{}/checkpoint-000001".format, "runs/{}/checkpoint-000002".format
 STAGES = {
     "expert_iteration": {
         **{"eval_0": BASE, "right_1.jsonl": BASE, "sft_1": BASE, "eval_1": MADE("sft_1")},
@@ -40,7 +40,8 @@ STAGES = {
     },
     "iterative_grpo": {"round_1": BASE, "round_2": SAVED("round_1")},
     "r1_pipeline": {
-        **{"cold": BASE, "rl_1": MADE("cold"), "right.jsonl": SAVED("rl_1"), "sft": BASE, "rl_2": MADE("sft")},
+        **{"cold": BASE, "rl_1": "runs/cold/checkpoint-000004", "right.jsonl": SAVED("rl_1")},
+        **{"sft": BASE, "rl_2": MADE("sft")},
     },
 }
 
@@ -141,7 +142,7 @@ def check_pipeline(asked):
 
 
 def test_a_failure_stops_the_recipe_and_mended_it_goes_on_here_as_star_does(monkeypatch):
-    lines, asked = call("expert_iteration", monkeypatch, status=1, SFT="--max-completion-length 999")
+    lines, asked = call("expert_iteration", monkeypatch, status=1, SFT="--no-such-flag")
     assert lines == ["runs/eval_0", "runs/right_1.jsonl", "runs/sft_1"] and len(asked) == 3
     lines, asked = call("expert_iteration", monkeypatch, START="first")  # each round starts from the first model
     assert lines[0] == "runs/sft_1" and len(asked) == 5 and "--resume" not in asked[0]

@@ -288,7 +288,6 @@ def test_scripts_train_with_it_and_a_resumed_run_continues_alike(script, tmp_pat
 @pytest.mark.parametrize(
     "flags, expected",
     [
-        (["grpo_tools"], "^grpo_tools has no sampler that vLLM could replace"),
         (["sft", "--seed", "2"], "^sft has no sampler that vLLM could replace"),
         (["dapo", "--temperature", "3"], "^--temperature must be between 0.01 and 2: vLLM takes no other$"),
         (["--temperature=0.001"], "^--temperature must be between"),

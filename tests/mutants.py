@@ -26,18 +26,11 @@ SECONDS = 600  # at most, per mutant
 # Errors of a row that was written wrongly, and not what the bug does.
 BROKEN = re.compile(r"(Name|Import|ModuleNotFound|Attribute|UnboundLocal|Type|Key|Index|Value|Runtime)Error")
 
-NAMES = dict.fromkeys(("TOKENWISE", "CLIPPED", "OLD", "ONLINE"), "grpo_tools")
-NAMES["GROUPED_TOKENWISE"] = "grpo dr_grpo dapo grpo_process"  # of the short scripts, as in sync_copies.py
+# Those of the scripts with groups that have the same lines.
+NAMES = {"GROUPED_TOKENWISE": "grpo dr_grpo dapo grpo_process"}
 NAMES["GROUPED_CLIPPED"] = NAMES["GROUPED_TOKENWISE"] + " gspo"
 NAMES["GROUPED_OLD"] = NAMES["GROUPED_CLIPPED"] + " cispo"
 NAMES["GROUPED"] = NAMES["GROUPED_OLD"] + " reinforce"
-NAMES["REWARDED"] = NAMES["ONLINE"] + " ppo_rlhf"
-NAMES["SAMPLED"] = NAMES["REWARDED"] + " gkd"
-NAMES["LOGPROBS"] = NAMES["ONLINE"] + " dpo ppo_rlhf sft"
-NAMES["ALL"] = NAMES["LOGPROBS"] + " reward_model gkd"
-NAMES["OF_ONE_TOKEN"] = (
-    "test_logprobs.py::test_token_weights_are_exact_for_one_token_and_reduce_the_error_of_longer_completions"
-)
 
 # Every process of tests is forked from one that has imported the large libraries.
 SERVER = multiprocessing.get_context("forkserver")
@@ -173,7 +166,7 @@ def try_mutant(mutant, copy):
 def kind_of(mutant):
     """Return the part of the code that a bug is in: that of the test files that must fail, without the scripts' own."""
     files = [node.partition("::")[0].removeprefix("test_").removesuffix(".py") for node, _ in mutant.tests]
-    shared = [name for name in files if name not in NAMES["ALL"].split()]
+    shared = [name for name in files if not (ROOT / f"{name}.py").exists()]
     return shared[0] if shared else "a script's own"
 
 

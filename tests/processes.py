@@ -1,12 +1,11 @@
 """Real processes without the seconds of importing torch: forked from one server that has imported the libraries.
-For example: python -m pytest tests/test_resume.py
+For example: python -m pytest tests/test_saved_runs.py
 """
 
 import faulthandler
 import json
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -15,7 +14,6 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 from torch.distributed import TCPStore
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,9 +34,6 @@ class Forked:
             CONTEXT.set_forkserver_preload(["libraries"])
             self.process.start()
         self.pid, self.returncode = self.process.pid, None
-
-    def send_signal(self, signum):
-        os.kill(self.pid, signum)
 
     def poll(self):
         return self.process.exitcode
@@ -176,32 +171,3 @@ def logged(run, name="metrics.jsonl"):
     lines = (run / name).read_text().splitlines() if (run / name).exists() else []
     rows = [json.loads(line) for line in lines]
     return [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows]
-
-
-def assert_same_run(run, reference):
-    for name in ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl"):
-        assert logged(run, name) == logged(reference, name)
-    weights, expected = (load_file(r / "checkpoint" / "model.safetensors") for r in (run, reference))
-    assert weights.keys() == expected.keys()
-    assert all(weights[name].equal(expected[name]) for name in expected)
-
-
-def main_of(script, flags, monkeypatch):
-    """Run a script in this process."""
-    monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *flags])
-    script.main(script.parse_args())
-
-
-def compare_killed_and_resumed(script, flags, kill_at_call, folder, monkeypatch, more=""):
-    """Compare a run that was killed, in a process of its own, and resumed with one that was not; return the folders."""
-    run, reference = folder / "run", folder / "reference"
-    kill = kill_at("accumulate_gradients", f"len(calls) == {kill_at_call}")
-    process = start(script.__name__, [*flags, "--run-dir", str(run)], more + kill)
-    main_of(script, [*flags, "--run-dir", str(reference)], monkeypatch)
-    finish(process, -signal.SIGKILL)
-    assert [line["step"] for line in logged(run)] == list(range(5))
-    assert [path.name for path in (run / "state").iterdir()] == ["00000004"]
-    main_of(script, ["--resume", str(run)], monkeypatch)
-    assert len(logged(run)) == 7
-    assert_same_run(run, reference)
-    return run, reference

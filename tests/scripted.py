@@ -12,13 +12,14 @@ from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor
-from toy import SCRIPTS, TINY, read_jsonl, short
+from toy import EVERY, TINY, read_jsonl, short
 from transformers import AutoTokenizer
 
 GROUP_SIZE, PROMPTS_PER_STEP = 4, 4
 # On two ranks; with few tokens in a microbatch, ranks have unequal numbers of them.
-CASES = {name: {"microbatch_tokens": 80} for name in SCRIPTS}
-CASES |= {"grpo bfloat16": {"precision": "bfloat16"}, "reinforce bfloat16": {"precision": "bfloat16"}}
+CASES = {name: {"microbatch_tokens": 80} for name in EVERY}
+SLOW = {"precision": "bfloat16", "learning_rate": 1e-5, "value_learning_rate": 1e-5}
+CASES |= {f"{name} bfloat16": SLOW for name in EVERY}
 
 
 def solutions(prompt):
@@ -82,14 +83,17 @@ def run(script, folder, patch, **settings):
         found["sharded"] = all(isinstance(weight, DTensor) for weight in policy.parameters())
         return logprobs
 
-    if script.__name__ != "reinforce":
+    if hasattr(script, "compute_logprobs"):
         script_compute = script.compute_logprobs
         patch.setattr(script, "compute_logprobs", compute_logprobs)
     patch.setattr(script, "step_optimizer", recorded)
-    patch.setattr(script, "generate", Rollouts())
+    if hasattr(script, "generate"):
+        patch.setattr(script, "generate", Rollouts())
     sizes = {"prompts_per_step": PROMPTS_PER_STEP, "group_size": GROUP_SIZE, "minibatch_size": 16, "num_steps": 2}
     sizes |= {"max_completion_length": 48, "microbatch_tokens": 200, "max_grad_norm": 1000.0, "learning_rate": 1e-4}
-    sizes |= {"eval_every": 100, "eval_prompts": 6, "max_rounds": 3, "save_every": 100}
+    sizes |= {"eval_every": 100, "eval_prompts": 6, "max_rounds": 3, "save_every": 100, "update_epochs": 1}
+    if not hasattr(script.Args, "group_size"):
+        sizes["prompts_per_step"] *= GROUP_SIZE
     args = short(script, folder, **sizes | settings)
     script.main(args)
     found["metrics"] = read_jsonl(f"{args.run_dir}/metrics.jsonl")
@@ -100,10 +104,10 @@ if __name__ == "__main__":
     import pytest
 
     target = Path(sys.argv[1])  # parse changes sys.argv
-    device = SCRIPTS["grpo"].init_ranks()
+    device = EVERY["grpo"].init_ranks()
     torch.distributed.destroy_process_group, destroy = lambda: None, torch.distributed.destroy_process_group
     for case, settings in CASES.items():
-        script = SCRIPTS[case.split()[0]]
+        script = EVERY[case.split()[0]]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(script, "init_ranks", lambda: device)  # once for all
             found = run(script, target / case, patch, **settings)

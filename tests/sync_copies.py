@@ -7,9 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 MARKER = "# ---- below: identical copies of what several scripts share, in the order of use\n"
-GROUPED = ("reinforce", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "grpo_process")  # the short scripts
-OLDER = ("sft", "dpo", "reward_model", "grpo_tools", "ppo_rlhf", "gkd")  # those that are still to be shortened
-ALL = (*GROUPED, *OLDER)
+SAMPLING = ("reinforce", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "grpo_process", "grpo_tools", "gkd", "ppo_rlhf")
+ALL = (*SAMPLING, "dpo", "reward_model", "sft")
 
 
 def without(scripts, *names):
@@ -18,41 +17,26 @@ def without(scripts, *names):
 
 # {scripts: what is identical in them}; a name comes twice where two families have each their own.
 SHARED = {
-    GROUPED: """RANK WORLD_SIZE HERE is_correct reward_fn score_completions k3 LOGITS_AT_ONCE inner_bar extract_answer
-        parse_answer parse_args init_ranks load_rows read_rows load_policy load_model find_turn_end prepare
-        add_rounding_noise Policy head_logprobs load_sampler open_run max_over_ranks evaluate sample_completions
-        generate prefill sample_tokens draw sum_parts mean_metrics log_step copy_weights pick_rows microbatches select
-        step_optimizer log_group save""",
-    without(GROUPED, "reinforce"): "check_args compute_logprobs",
-    OLDER: """RANK WORLD_SIZE HERE inner_bar PROMPT_COLUMNS SEPARATORS LORA_ALPHA LINEAR_LAYERS parse_args
-        explain_error init_ranks
-        multiplies_bfloat16 load_splits read_folder read_file find_column as_messages without_nulls find_turn_end
-        add_adapters find_blocks prepare_model use_bfloat16 add_rounding_noise in_bfloat16 cast init_moments open_run
-        lock_run track_run load_state all_reduce stop_requested append_line mean_metrics pick_rows mix_seed
-        step_optimizer save merge_adapters end_run""",
-    without(OLDER, "ppo_rlhf", "gkd"): "PATHS",
-    without(OLDER, "reward_model"): "load_model LOGITS_AT_ONCE",
-    ("grpo_tools", "ppo_rlhf", "gkd"): """is_correct reward_fn score_completions k3 ANSWER_COLUMNS EVAL_SAMPLES
-        NOTATIONS NUMBER load_rows read_rows encode_prompt parse_gold extract_answer read_braces parse_answer sum_parts
-        check_model show_first_row pad_left gathered sample_tokens are_correct microbatches check_sampler catch_signals
-        LESS_MEMORY CACHE_BLOCK prefill RoomyLayer append_token""",
-    ("grpo_tools", "ppo_rlhf"): "token_logprobs head_logprobs compute_logprobs",
-    ("ppo_rlhf", "gkd"): "generate sample_completions",
-    ("grpo_tools", "gkd"): "evaluate log_step",
-    without(OLDER, "ppo_rlhf"): "LoraLinear",
-    ("sft", "dpo", "reward_model"): "check_args encode_prompt catch_signals LESS_MEMORY",
-    ("sft", "dpo"): "check_model token_logprobs head_logprobs LogprobModel",
-    ("sft", "dpo", "reward_model", "ppo_rlhf", "gkd"): "encode_completion pad",
-    ("sft", "dpo", "reward_model", "ppo_rlhf"): "log_step",
-    ("dpo", "reward_model", "ppo_rlhf"): "parse_dialogue",
-    ("reward_model", "dpo"): "READ_COLUMNS load_pairs read_pairs read_pair split_pair microbatches count_tokens",
-    ("sft", "ppo_rlhf"): "COMPLETION_COLUMNS read_chat find_chat read_turn",
-    ("reward_model", "ppo_rlhf"): "load_reward_model sequence_scores hidden_states",
+    ALL: """RANK WORLD_SIZE HERE inner_bar parse_args init_ranks find_turn_end prepare add_rounding_noise open_run
+        max_over_ranks log_step mean_metrics pick_rows microbatches select step_optimizer save""",
+    without(ALL, "reward_model"): "LOGITS_AT_ONCE load_policy",
+    without(ALL, "reward_model", "sft"): "load_model",
+    without(ALL, "reward_model", "gkd"): "Policy head_logprobs",
+    SAMPLING: """is_correct k3 parse_answer extract_answer load_rows read_rows load_sampler generate prefill
+        sample_tokens draw copy_weights""",
+    without(SAMPLING, "ppo_rlhf"): "reward_fn score_completions evaluate sum_parts",
+    without(SAMPLING, "grpo_tools"): "sample_completions",
+    without(SAMPLING, "gkd"): "log_group",
+    without(SAMPLING, "gkd", "reinforce"): "compute_logprobs",
+    without(SAMPLING, "gkd", "reinforce", "ppo_rlhf"): "check_args",
+    ("dpo", "reward_model", "sft"): "check_args load_rows as_messages encode_chat",
+    ("dpo", "reward_model"): "read_rows find_chat parse_dialogue make_batch",
+    ("grpo_process", "grpo_tools"): "NUMBER GAP",
 }
 # [(name, the scripts in which it is identical)]
 SHARED = [(name, scripts) for scripts, names in SHARED.items() for name in names.split()]
-# What has one name and differs by design, everywhere.
-OWN = {*"Args TINY compute_advantages policy_loss preference_loss accumulate_gradients main".split()}
+# What has one name and differs by design.
+OWN = {*"Args TINY compute_advantages policy_loss preference_loss main".split()}
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import re
 import tokenize
 
 import pytest
-from sync_copies import ALL, GROUPED, MARKER, OLDER, OWN, ROOT, SHARED, definitions
+from sync_copies import ALL, MARKER, OWN, ROOT, SHARED, definitions
 
 each_script = pytest.mark.parametrize("script", ALL)
 
@@ -24,15 +24,14 @@ def test_copies_are_identical(name, scripts):
 
 
 def test_table_lists_every_shared_function():
-    """Within each group, what stands in several scripts is listed, or differs by design."""
-    for group in (GROUPED, OLDER):
-        copies = {}  # {(name, source): scripts}
-        for script in group:
-            for name, source in definitions(script).items():
-                if name not in OWN:
-                    copies.setdefault((name, source), set()).add(script)
-        shared = {(name, frozenset(scripts)) for (name, _), scripts in copies.items() if len(scripts) > 1}
-        assert shared == {(name, frozenset(scripts)) for name, scripts in SHARED if scripts[0] in group}
+    """What stands in several scripts is listed, or differs by design."""
+    copies = {}  # {(name, source): scripts}
+    for script in ALL:
+        for name, source in definitions(script).items():
+            if name not in OWN:
+                copies.setdefault((name, source), set()).add(script)
+    shared = {(name, frozenset(scripts)) for (name, _), scripts in copies.items() if len(scripts) > 1}
+    assert shared == {(name, frozenset(scripts)) for name, scripts in SHARED}
 
 
 # ---- the story first
@@ -48,15 +47,14 @@ CAPS = {
     "cispo": (870, 6300, 10.5, 3),
     "dapo": (920, 6700, 10.5, 3),
     "grpo_process": (940, 6900, 10.5, 3),
-    "gkd": (1513, 10550, 10.2, 3),
-    "grpo_tools": (1592, 11070, 10.2, 4),
-    "ppo_rlhf": (1947, 13750, 10.2, 3),
-    "dpo": (1114, 7780, 10.2, 3),
-    "reward_model": (1046, 7290, 10.2, 3),
-    "sft": (1052, 7350, 10.2, 3),
+    "gkd": (890, 6500, 10.5, 3),
+    "grpo_tools": (940, 6900, 10.5, 3),
+    "ppo_rlhf": (1050, 7700, 10.5, 3),
+    "dpo": (640, 4800, 10.5, 3),
+    "reward_model": (640, 4700, 10.5, 3),
+    "sft": (640, 4800, 10.5, 3),
 }
-FUNCTION, MAIN = 50, 100
-LONGER = {("grpo_tools", "generate"): 68}  # lines at most
+FUNCTION, MAIN = 50, 100  # lines at most
 
 
 def count(source):
@@ -101,7 +99,7 @@ def order_of_use(script):
             for callee in names_used(sources[name], sources):
                 visit(callee)
 
-    if script in GROUPED:
+    if "score_completions" in sources:
         visit("score_completions")
     visit("parse_args")
     visit("main")
@@ -120,8 +118,7 @@ def test_each_script_keeps_to_its_caps(script):
 def test_functions_are_short_and_main_fits_on_a_page(script):
     lengths = {name: len(source.splitlines()) for name, source in definitions(script).items()}
     assert lengths.pop("main") <= MAIN and lengths.pop("Args")
-    longest = {name: LONGER.get((script, name), FUNCTION) for name in lengths}
-    assert {name: length for name, length in lengths.items() if length > longest[name]} == {}
+    assert {name: length for name, length in lengths.items() if length > FUNCTION} == {}
 
 
 @each_script
@@ -129,8 +126,6 @@ def test_above_the_line_stands_the_algorithm_in_reading_order(script):
     above, below = halves(script)
     names = top_level_names(above)
     assert names[0] == "Args" and names[-1] == "main"
-    if script in OLDER:
-        assert names[-2] == ("update" if script == "ppo_rlhf" else "accumulate_gradients")
     assert "reward_fn" not in names or names[1:4] == ["is_correct", "reward_fn", "score_completions"]
     assert above.startswith('"""') and below.endswith("\n    main(parse_args())\n")
 
@@ -141,7 +136,7 @@ def test_below_the_line_functions_stand_in_the_order_in_which_main_calls_them(sc
     assert names == [name for name in order_of_use(script) if name in names]
 
 
-@pytest.mark.parametrize("script", GROUPED)
+@each_script
 def test_the_line_names_what_only_this_script_has(script):
     below = halves(script)[1]
     shared = {name for name, scripts in SHARED if script in scripts and len(scripts) > 1}
@@ -164,7 +159,7 @@ def test_nothing_in_a_script_is_left_over(script):
 
 
 # What only reads would otherwise keep every activation.
-WITHOUT_GRADIENT = {"generate", "compute_logprobs", "compute_scores", "compute_values", "add_ref_logprobs"}
+WITHOUT_GRADIENT = {"generate", "compute_logprobs", "compute_scores"}
 
 
 @each_script

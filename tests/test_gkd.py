@@ -1,406 +1,229 @@
 """GKD: divergences, exact gradients, and what main does with teacher and data: python -m pytest tests/test_gkd.py"""
 
 import math
+import sys
 
 import pytest
 import torch
-from helpers import MAX_LENGTH, TEMPERATURE, enumerate_rows, gradient_of, read_oracle, tensor, train
-from processes import Ranks, finish, logged, start
-from tiny import (
-    FORMS,
-    ROOT,
-    SIZES,
-    TINY,
-    add_pairs,
-    build_model,
-    exit_line,
-    few_rows,
-    load,
-    make_batch,
-    make_folder,
-    make_tokenizer,
-    parse,
-    read_jsonl,
-    record,
-    relative_error,
-    shares_changed,
-    user,
-    write_jsonl,
-)
+import toy
+from processes import Forked, Ranks, finish, start
+from scripted import run
+from test_exact_gradients import TEMPERATURE, enumerate_rows
+from test_saved_runs import assert_same_run, lines_of
 from torch.testing import assert_close
-from transformers import CohereConfig, Gemma2Config
+from toy import COMPLETIONS, PROMPTS, ROOT, SIZES, TINY, add_pairs, build_model, gradient_of, pad, relative_error
+from transformers import AutoModelForCausalLM, AutoTokenizer, CohereConfig, Gemma2Config
 
 import gkd
-import ppo_rlhf
 
-pytestmark = pytest.mark.usefixtures("alone")
-TEACHER = ROOT / "models" / "tiny-teacher"
-KINDS = ["forward_kl", "reverse_kl", "jsd"]
-NAMES = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-each_kind = pytest.mark.parametrize("kind", KINDS)
+JSD = {"divergence": "jsd", "jsd_beta": 0.3, "temperature": TEMPERATURE}
 
 
-def plain_divergence(student, teacher, kind, beta):
+def plain_divergence(student, teacher, kind):
     """D(teacher || student) of probabilities (N, V), a sum over the vocabulary: (N,)."""
-    if kind == "forward_kl":
-        return (teacher * (teacher / student).log()).sum(-1)
-    if kind == "reverse_kl":
-        return (student * (student / teacher).log()).sum(-1)
-    mixture = beta * teacher + (1 - beta) * student
-    of_teacher = teacher * (teacher / mixture).log()
-    return (beta * of_teacher + (1 - beta) * student * (student / mixture).log()).sum(-1)
+    pairs = {"forward_kl": [(1, teacher, student)], "reverse_kl": [(1, student, teacher)]}
+    mixture = 0.3 * teacher + 0.7 * student
+    pairs["jsd"] = [(0.3, teacher, mixture), (0.7, student, mixture)]
+    return sum(weight * (p * (p / q).log()).sum(-1) for weight, p, q in pairs[kind])
 
 
-def next_probabilities(model, row):
-    """The distribution before each token of a completion (n, V), from plain logits of the sequence alone."""
-    prompt_ids, prompt_mask, completion_ids, completion_mask = row
-    prompt = prompt_ids[prompt_mask.bool()]
-    ids = torch.cat([prompt, completion_ids[completion_mask.bool()]]).unsqueeze(0)
-    return (model(ids).logits[0, len(prompt) - 1 : -1] / TEMPERATURE).softmax(-1)
+def distributions(model, ids):
+    """The model's probabilities of each token but the first of a sequence (L - 1, 11), by its own logits."""
+    return (model(ids.unsqueeze(0)).logits[0, :-1, :11] / TEMPERATURE).softmax(-1)
 
 
-def compare(model, teacher, batch, **settings):
+def compare(model, teacher, ids, mask, **settings):
     """What the student's forward returns: divergences, log-probabilities and entropies."""
-    args = gkd.Args(**{"temperature": TEMPERATURE} | settings)
-    with torch.no_grad():
-        teacher_hidden = gkd.TeacherModel(teacher)(batch)
-    return gkd.StudentModel(model)(batch, teacher, teacher_hidden, args)
+    hidden = gkd.Teacher(teacher, "float32")(ids, mask)
+    return gkd.Policy(model, "float32")(ids, mask, teacher, hidden, gkd.Args(**JSD | settings))
 
 
-# ---- by hand
+BY_HAND = [("forward_kl", 3 / 4 * math.log(2) + 1 / 4 * math.log(2 / 5))]
+BY_HAND += [("reverse_kl", -3 / 8 * math.log(2) + 5 / 8 * math.log(5 / 2))]
+# The mixture, a quarter of the teacher and three of the student, is 5/16, 5/32 and 17/32.
+OF_TEACHER = 3 / 4 * math.log(8 / 5) + 1 / 4 * math.log(8 / 17)
+BY_HAND += [("jsd", 1 / 4 * OF_TEACHER + 3 / 4 * (3 / 8 * math.log(4 / 5) + 5 / 8 * math.log(20 / 17)))]
 
 
-HALVES, LAST = tensor([1 / 2, 1 / 4, 1 / 4]), tensor([1 / 4, 1 / 8, 5 / 8])  # of teacher and student
-BY_HAND = {
-    "forward_kl": 3 / 4 * math.log(2) + 1 / 4 * math.log(2 / 5),
-    "reverse_kl": -3 / 8 * math.log(2) + 5 / 8 * math.log(5 / 2),
-    # The mixture, a quarter of the teacher and three of the student, is 5/16, 5/32 and 17/32.
-    "jsd": 1 / 4 * (3 / 4 * math.log(8 / 5) + 1 / 4 * math.log(8 / 17))
-    + 3 / 4 * (3 / 8 * math.log(4 / 5) + 5 / 8 * math.log(20 / 17)),
-}
-
-
-@each_kind
-def test_divergence_by_hand(kind):
+@pytest.mark.parametrize("kind, expected", BY_HAND)
+def test_divergence_by_hand(kind, expected):
     """Three words; of the second token, teacher and student think the same."""
-    logprobs, teacher_logprobs = torch.stack([LAST, HALVES]).log(), torch.stack([HALVES, HALVES]).log()
+    teacher, student = torch.tensor([[2, 1, 1], [2, 1, 5]], dtype=torch.float64) / torch.tensor([[4], [8]])
+    logprobs, teacher_logprobs = torch.stack([student, teacher]).log(), torch.stack([teacher, teacher]).log()
     found = gkd.token_divergence(logprobs, teacher_logprobs, kind, 0.25)
-    assert_close(found, tensor([BY_HAND[kind], 0.0]), rtol=1e-12, atol=1e-15)
+    assert found.tolist() == pytest.approx([expected, 0.0], rel=1e-12, abs=1e-15)
 
 
 def test_loss_by_hand():
-    """Two tokens of 0.2 and 0.6 nats, and one of 3: means of 0.4 and 3. What stands at masked places does not count."""
-    divergences = tensor([[0.2, 0.6, math.nan], [3.0, 9.0, math.inf], [7.0, 7.0, 7.0]]).requires_grad_()
-    mask = torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0]])
+    """Tokens of 0.2 and 0.6 nats, and one of 3: means of 0.4 and 3. What stands outside the mask does not count."""
+    divergences = torch.tensor([[math.nan, 0.2, 0.6], [9.0, 3.0, math.inf], [7.0, 7.0, 7.0]]).requires_grad_()
+    mask = torch.tensor([[0, 1, 1], [0, 1, 0], [0, 0, 0]])
     for given in (mask, mask.bool(), mask.float()):
-        divergences.grad = None
         loss, metrics = gkd.distillation_loss(divergences, given)
-        loss.backward()
+        [gradient] = torch.autograd.grad(loss, divergences)
         assert loss.item() == pytest.approx(3.4)
-        assert_close(divergences.grad, tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]]))
+        assert_close(gradient, torch.tensor([[0.0, 0.5, 0.5], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]]))
         assert add_pairs([metrics]) == {"loss/distillation": (pytest.approx(3.4), 2)}  # the last is a filler
 
 
-# ---- another library's numbers
-
-
-@pytest.mark.parametrize("case", read_oracle("gkd_trl"), ids=lambda case: case["name"])
+@pytest.mark.parametrize("case", toy.read_oracle("gkd_trl"))
 def test_divergences_are_those_of_trl(case):
     """There a beta of 0 is the forward KL and 1 the reverse one; between them the teacher weighs beta, as here."""
     beta, temperature = case["config"].values()
-    student, teacher, mask = (tensor(case["inputs"][name]) for name in ("student_logits", "teacher_logits", "mask"))
-    student.requires_grad_()
+    given = {name: toy.tensor(values) for name, values in case["inputs"].items()}
+    student, mask = given["student_logits"].requires_grad_(), given["mask"].flatten()
     kind = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(beta, "jsd")
-    logprobs, teacher_logprobs = (logits.flatten(0, 1) / temperature for logits in (student, teacher))
-    found = gkd.token_divergence(logprobs.log_softmax(-1), teacher_logprobs.log_softmax(-1), kind, beta)
-    loss = (found * mask.flatten()).sum() / mask.sum()
-    loss.backward()
+    logprobs = [(x.flatten(0, 1) / temperature).log_softmax(-1) for x in (student, given["teacher_logits"])]
+    loss = (gkd.token_divergence(*logprobs, kind, beta) * mask).sum() / mask.sum()
+    [gradient] = torch.autograd.grad(loss, student)
     assert loss.item() == pytest.approx(case["outputs"]["loss"], rel=1e-9)
-    assert_close(student.grad, tensor(case["outputs"]["grad_student_logits"]), rtol=1e-9, atol=1e-12)
+    assert_close(gradient, toy.tensor(case["outputs"]["grad_student_logits"]), rtol=1e-9, atol=1e-12)
 
 
-def test_jsd_nears_both_kls_at_its_ends():
-    """JSD(β) / β is the forward KL for a small β, and JSD(β) / (1 - β) the reverse one for a large β (section 2)."""
-    logprobs, teacher_logprobs = LAST.log().unsqueeze(0), HALVES.log().unsqueeze(0)
-    low, high = (gkd.token_divergence(logprobs, teacher_logprobs, "jsd", beta).item() for beta in (1e-6, 1 - 1e-6))
-    assert low / 1e-6 == pytest.approx(BY_HAND["forward_kl"], rel=1e-4)
-    assert high / 1e-6 == pytest.approx(BY_HAND["reverse_kl"], rel=1e-4)
-
-
-# ---- the exact gradient
-
-
-@each_kind
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
 def test_expected_gradient_is_that_of_the_objective(kind):
     """Over every completion: the mean divergence of its tokens, with no gradient through what is sampled."""
-    rows = enumerate_rows()
-    batch = dict(zip(NAMES, rows["inputs"]))
+    model, ids, mask, _, exact, probabilities = enumerate_rows(3)
     teacher = build_model("qwen3", vocab_size=5, scale=3.0)
-    chances = rows["probabilities"].detach()
-    exact = 0.0
-    for chance, row in zip(chances, zip(*rows["inputs"])):
-        student, target = next_probabilities(rows["model"], row), next_probabilities(teacher, row).detach()
-        exact = exact + chance * plain_divergence(student, target, kind, 0.3).mean()
-    divergences, _, _ = compare(rows["model"], teacher, batch, divergence=kind, jsd_beta=0.3)
-    losses = [gkd.distillation_loss(row[None], mask[None])[0] for row, mask in zip(divergences, rows["mask"])]
-    loss = (chances * torch.stack(losses)).sum()
-    assert loss.item() == pytest.approx(exact.item(), rel=1e-12)
-    assert relative_error(gradient_of(rows["model"], loss), gradient_of(rows["model"], exact)) < 1e-9
-    assert all(weight.grad is None for weight in teacher.parameters())
-
-
-def test_reverse_kl_is_the_expectation_of_what_sampled_tokens_would_give():
-    """A policy gradient with the advantage log π_T - log π_θ of each sampled token has the same expectation."""
-    rows = enumerate_rows()
-    batch = dict(zip(NAMES, rows["inputs"]))
-    teacher = build_model("llama", vocab_size=5, scale=3.0)
-    lengths = torch.full_like(rows["lengths"], MAX_LENGTH)  # one divisor, because a length depends on what follows
-    chances = rows["probabilities"].detach()
-    divergences, logprobs, _ = compare(rows["model"], teacher, batch, divergence="reverse_kl")
-    teacher_logprobs, _ = ppo_rlhf.token_logprobs(teacher, *rows["inputs"], TEMPERATURE)
-    sampled = ((logprobs - teacher_logprobs).detach() * logprobs).sum(1)
-    exact = gradient_of(rows["model"], (chances * divergences.sum(1) / lengths).sum())
-    assert relative_error(gradient_of(rows["model"], (chances * sampled / lengths).sum()), exact) < 1e-9
-
-
-# ---- the heads, in chunks
-
-
-@pytest.fixture
-def batch():
-    return make_batch(build_model("llama"))
-
-
-@pytest.fixture
-def teacher():
-    return build_model("qwen3", scale=4.0).requires_grad_(False)
-
-
-def test_tokens_are_compared_as_each_sequence_alone_would_be(batch, teacher):
-    model = build_model("llama")
-    divergences, logprobs, entropies = compare(model, teacher, batch, divergence="jsd", jsd_beta=0.3)
-    expected_logprobs, expected_entropies = ppo_rlhf.token_logprobs(
-        model, *(batch[name] for name in NAMES), TEMPERATURE
-    )
-    assert_close(logprobs, expected_logprobs, rtol=1e-9, atol=1e-12)
-    assert_close(entropies, expected_entropies, rtol=1e-9, atol=1e-12)
-    for found, row in zip(divergences, zip(*(batch[name] for name in NAMES))):
-        expected = plain_divergence(next_probabilities(model, row), next_probabilities(teacher, row), "jsd", 0.3)
-        assert_close(found[: len(expected)], expected, rtol=1e-9, atol=1e-12)
-        assert (found[len(expected) :] == 0).all()
-    assert divergences.requires_grad and not entropies.requires_grad
+    chances, objective = probabilities.detach().float(), 0.0
+    for chance, row, kept in zip(chances, ids, mask.bool()):
+        divergence = plain_divergence(distributions(exact, row), distributions(teacher, row).detach(), kind)
+        objective = objective + chance * divergence[kept[1:]].mean()
+    divergences, logprobs, _ = compare(model, teacher.float(), ids, mask, divergence=kind)
+    loss, _ = gkd.distillation_loss(chances.unsqueeze(1) * divergences, mask)
+    assert relative_error(gradient_of(model, loss).double(), gradient_of(exact, objective)) < 1e-5
+    if kind == "reverse_kl":  # a policy gradient with the advantage log π_T - log π_θ has the expectation of the sum
+        _, teacher_logprobs, _ = compare(teacher, teacher, ids, mask)
+        sampled = ((logprobs - teacher_logprobs).detach() * logprobs).sum(1)
+        right = gradient_of(model, (chances * divergences.sum(1)).sum())
+        assert relative_error(gradient_of(model, (chances * sampled).sum()), right) < 1e-5
 
 
 CAPPED = Gemma2Config(**SIZES, num_key_value_heads=1, head_dim=8, final_logit_softcapping=5.0)
 SCALED = CohereConfig(**SIZES, num_key_value_heads=1, logit_scale=0.25)
+PAIRS = [("llama", 11, "qwen3", 11), (CAPPED, 11, SCALED, 11), ("gpt2", 11, CAPPED, 13), ("qwen3", 13, "llama", 11)]
 
 
-def test_logits_are_scaled_and_capped_as_the_models_do_it(batch):
-    model, teacher = (build_model(config, scale=20.0, dtype=torch.float32) for config in (CAPPED, SCALED))
-    divergences, _, _ = compare(model, teacher, batch, divergence="forward_kl")
-    for found, row in zip(divergences, zip(*(batch[name] for name in NAMES))):
-        expected = plain_divergence(
-            next_probabilities(model, row), next_probabilities(teacher, row), "forward_kl", None
-        )
-        assert_close(found[: len(expected)], expected, rtol=1e-3, atol=1e-4)
+@pytest.mark.parametrize("student, size, teacher, teacher_size", PAIRS)
+def test_tokens_are_compared_as_each_sequence_alone_would_be(student, size, teacher, teacher_size, monkeypatch):
+    """By the logits that both models have (as of Qwen2.5), with caps and scales; in chunks, of which none is kept."""
+    ids, mask = pad(PROMPTS, COMPLETIONS)
+    mask[2, 7], mask[5] = 0, 0  # a gap, and a row without any token
+    model = build_model(student, size, dtype=torch.float32)
+    teacher = build_model(teacher, teacher_size, dtype=torch.float32)
+    expected = []
+    for row in ids:
+        of_model, of_teacher = distributions(model, row), distributions(teacher, row).detach()
+        values = [plain_divergence(of_model, of_teacher, "jsd"), of_model[range(len(row) - 1), row[1:]].log()]
+        values.append(-(of_model * of_model.log()).sum(-1))
+        expected.append(torch.nn.functional.pad(torch.stack(values), (1, 0)))
+    expected = torch.stack(expected, 1) * mask  # (3, B, L)
+    monkeypatch.setattr(gkd, "LOGITS_AT_ONCE", 220)  # ten tokens of two models, or eight
+    rows = []
+    for each in (model, teacher):
+        each.get_output_embeddings().register_forward_hook(lambda _module, _inputs, output: rows.append(len(output)))
+    found = compare(model, teacher, ids, mask)
+    assert_close(torch.stack(found), expected, rtol=1e-3, atol=1e-4)
+    assert max(rows) <= 10 and sum(rows) == 2 * mask.sum() and not found[2].requires_grad
+    gradient = gradient_of(model, found[0].sum())
+    assert relative_error(gradient, gradient_of(model, expected[0].sum())) < 1e-3 and sum(rows) == 4 * mask.sum()
 
 
-@pytest.mark.parametrize("size, calls", [(1000, 1), (10, 3)])
-def test_logits_never_stand_in_memory_at_once_and_nothing_of_a_chunk_is_kept(size, calls, batch, teacher, monkeypatch):
-    """The batch has 26 tokens. A backward computes every chunk again."""
-    model, kept, rows = build_model("llama"), [], []
-    plain = gradient_of(model, compare(model, teacher, batch)[0].sum())
-    monkeypatch.setattr(gkd, "LOGITS_AT_ONCE", 22 * size)  # two vocabularies of 11
-    for head in (model.lm_head, teacher.lm_head):
-        head.register_forward_hook(lambda _module, _inputs, output: rows.append(len(output)))
-    hooks = (lambda value: kept.append(tuple(value.shape)) or value), (lambda value: value)
-    with torch.autograd.graph.saved_tensors_hooks(*hooks):
-        divergences, _, _ = compare(model, teacher, batch)
-    assert max(rows) <= size and len(rows) == 2 * calls
-    assert not {(min(size, 26), 11), (26, 11)} & {*kept}
-    assert_close(gradient_of(model, divergences.sum()), plain, rtol=1e-9, atol=1e-12)
-    assert len(rows) == 4 * calls
+def settings_of(folder, **settings):
+    folder.mkdir(exist_ok=True)
+    rows = toy.read_jsonl(ROOT / "data/addition/sft.jsonl")[:64]  # without answers
+    given = {"prompts_per_step": 8, "on_policy_fraction": 0.5, "dataset": toy.write_jsonl(folder / "given.jsonl", rows)}
+    return JSD | given | settings
 
 
-def test_a_vocabulary_that_is_padded_to_another_size_is_compared_where_both_have_words(batch, teacher):
-    """As of Qwen2.5: 151,936 logits with 0.5 B parameters and 152,064 with 7 B, of one tokenizer."""
-    model, padded = build_model("llama"), build_model("qwen3", vocab_size=13, scale=4.0).requires_grad_(False)
-    padded.load_state_dict(
-        teacher.state_dict()
-        | {
-            name: torch.cat([weight, torch.full((2, 16), 5.0, dtype=weight.dtype)])
-            for name, weight in teacher.state_dict().items()
-            if len(weight) == 11
-        }
-    )
-    for found, expected in zip(compare(model, padded, batch), compare(model, teacher, batch)):
-        assert_close(found, expected, rtol=1e-12, atol=0)
+STEPS = [({"microbatch_tokens": 1}, 4), ({"gradient_checkpointing": True, "on_policy_fraction": 0.25}, 2)]
+STEPS += [({"on_policy_fraction": 0.0}, 0), ({"on_policy_fraction": 1.0}, 8)]
 
 
-# ---- gradients that are accumulated
+@pytest.mark.parametrize("settings, num_sampled", STEPS)
+def test_the_update_is_the_gradient_of_the_mean_loss(settings, num_sampled, tmp_path, monkeypatch):
+    calls = toy.record(monkeypatch, gkd, "microbatches")
+    found = run(gkd, tmp_path, monkeypatch, **settings_of(tmp_path, num_steps=1, **settings))
+    batches = [batch for (batch, *_), _ in calls]
+    assert [len(batch["ids"]) for batch in batches] == [count for count in (num_sampled, 8 - num_sampled) if count]
+    tokenizer, device, line = AutoTokenizer.from_pretrained(TINY), torch.device("cpu"), found["metrics"][1]
+    policy, teacher = (load(gkd.TINY, tokenizer, device) for load in (gkd.load_policy, gkd.load_teacher))
+    texts = {row["prompt"]: row["completion"] for row in toy.read_jsonl(tmp_path / "given.jsonl")}
+    loss, entropies, prompts = 0.0, [], []
+    for batch in batches:
+        mask = batch["completion_mask"].bool()
+        divergences, logprobs, entropy = compare(policy.model, teacher.model, batch["ids"], mask)
+        loss = loss + (divergences.sum(1) / mask.sum(1)).sum() / 8
+        entropies += entropy[mask].tolist()
+        if "sampler_logprobs" in batch:
+            kl = gkd.k3((logprobs - batch["sampler_logprobs"])[mask]).mean()
+            assert line["policy/sampler_kl"] == pytest.approx(kl.item(), rel=1e-4) and kl > 1e-3
+        for ids, kept, length in zip(batch["ids"], mask, batch["total_lengths"]):
+            prompts.append(tokenizer.decode(ids[: kept.nonzero().min()])[8:-13])  # between <|user|> and <|assistant|>
+            text = tokenizer.decode(ids[kept]).removesuffix("<|end|>")
+            assert "sampler_logprobs" in batch or text == texts.get(prompts[-1])
+            assert ids[length - 1] == tokenizer.eos_token_id and not ids[length:].any()
+    assert len({*prompts} & {*texts}) == 8
+    assert relative_error(found["gradients"][0], gradient_of(policy, loss)) < 1e-4
+    assert line["loss/distillation"] == pytest.approx(loss.item(), rel=1e-5)
+    assert line["policy/entropy"] == pytest.approx(sum(entropies) / len(entropies), rel=1e-4)
+    assert ("policy/sampler_kl" in line) == ("rollout/length_mean" in line) == (num_sampled > 0)
+    assert len(toy.read_jsonl(tmp_path / "run/samples.jsonl")) == min(num_sampled, 4)
 
 
-def accumulate(batch, teacher, **settings):
-    model = build_model("llama")
-    args = gkd.Args(**{"temperature": TEMPERATURE, "microbatch_tokens": 10_000} | settings)
-    policy = gkd.StudentModel(model)
-    metrics = gkd.accumulate_gradients(policy, gkd.TeacherModel(teacher), batch, 8, args)
-    return torch.cat([weight.grad.flatten() for weight in policy.parameters()]), add_pairs(metrics)
-
-
-@pytest.mark.parametrize("budget, count", [(1, 8), (20, 4), (60, 2)])
-def test_microbatches_order_and_padding_change_nothing(budget, count, batch, teacher):
-    whole, metrics = accumulate(batch, teacher)
-    order = torch.tensor([5, 2, 7, 0, 3, 6, 1, 4])
-    for given in (batch, {name: value[order] for name, value in batch.items()}):
-        assert len(list(gkd.microbatches(given, torch.arange(8), budget))) == count
-        gradient, found = accumulate(given, teacher, microbatch_tokens=budget)
-        assert relative_error(gradient, whole) < 1e-9
-        assert_close(found, metrics, rtol=1e-9, atol=0)
-    padded = dict(batch)
-    for name in NAMES:
-        filling = torch.full((8, 3), 0 if name.endswith("mask") else 7)
-        padded[name] = torch.cat([filling, batch[name]] if name.startswith("prompt") else [batch[name], filling], 1)
-    padded["sampler_logprobs"] = torch.nn.functional.pad(batch["sampler_logprobs"], (0, 3))
-    gradient, found = accumulate(padded, teacher)
-    assert relative_error(gradient, whole) < 1e-9
-    assert_close(found, metrics, rtol=1e-9, atol=0)
-
-
-def test_gradient_is_that_of_the_mean_over_completions_and_metrics_are_sums(batch, teacher):
-    model = build_model("llama")
-    divergences, logprobs, entropies = compare(model, teacher, batch)
-    mask = batch["completion_mask"]
-    loss = (divergences.sum(1) / mask.sum(1)).mean()
-    gradient, metrics = accumulate(batch, teacher)
-    assert relative_error(gradient, gradient_of(model, loss)) < 1e-12
-    ratio = (logprobs.detach() - batch["sampler_logprobs"])[mask.bool()]
-    num_tokens = mask.sum().item()
-    expected = {"loss/distillation": (8 * loss.item(), 8), "policy/entropy": (entropies.sum().item(), num_tokens)}
-    expected["policy/sampler_kl"] = ((ratio.expm1() - ratio).sum().item(), num_tokens)
-    assert metrics == {name: pytest.approx(pair) for name, pair in expected.items()}
-    del batch["sampler_logprobs"]  # completions of the dataset
-    without, metrics = accumulate(batch, teacher)
-    assert torch.equal(without, gradient) and "policy/sampler_kl" not in metrics
-
-
-# ---- short runs
-
-SMALL = {"num_steps": 2, "prompts_per_step": 4, "max_completion_length": 16, "eval_prompts": 4, "warmup_steps": 0}
-ROWS = read_jsonl(ROOT / "data" / "addition" / "sft.jsonl")[:64]  # prompts and completions, and no answers
-
-
-@pytest.fixture
-def completions(tmp_path):
-    return {"dataset": write_jsonl(tmp_path / "completions.jsonl", ROWS), "max_completion_length": 48}
+def test_two_ranks_train_as_one_does(tmp_path):
+    settings, runs = settings_of(tmp_path, microbatch_tokens=80, learning_rate=1e-4), []
+    for kind in (Ranks, Forked):
+        toy.short(gkd, tmp_path, run_dir=tmp_path / kind.__name__, num_steps=3, **settings)
+        finish(start("gkd", sys.argv[1:], "import scripted; script.generate = scripted.Rollouts()", kind))
+        runs.append(lines_of(tmp_path / kind.__name__, "metrics.jsonl"))
+    for line, right in zip(*runs, strict=True):
+        assert line == pytest.approx(right, rel=1e-3)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_the_teacher_stays_as_it_is_in_the_precision_of_the_student(precision, tmp_path, monkeypatch):
-    calls = record(monkeypatch, gkd, "accumulate_gradients")
-    train(gkd, tmp_path / "run", **SMALL, dataset=few_rows(tmp_path), precision=precision)
-    for (policy, teacher, *_), _ in calls:
-        assert all(weight.requires_grad for weight in policy.parameters())
-        before = load(gkd, TEACHER)[0].state_dict()
-        for name, weight in teacher.model.named_parameters():
-            assert not weight.requires_grad and weight.grad is None
-            in_blocks = precision == "bfloat16" and ".layers." in name
-            assert weight.dtype == (torch.bfloat16 if in_blocks else torch.float32)
-            assert torch.equal(weight, before[name].to(weight.dtype))
-    assert len(calls) == 2 and calls[0][0][1].model is not calls[0][0][0].model
+def test_a_resumed_run_equals_an_uninterrupted_one_and_the_teacher_stays_as_it_is(precision, tmp_path, monkeypatch):
+    dtype, loaded = getattr(torch, precision), toy.record(monkeypatch, gkd, "load_teacher")
+    for name, num_steps in (("whole", 4), ("cut", 2)):
+        settings = settings_of(tmp_path, precision=precision, num_steps=num_steps, run_dir=tmp_path / name)
+        toy.train(gkd, tmp_path, **settings)
+    gkd.main(toy.parse(gkd, resume=tmp_path / "cut", num_steps=4))
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+    given = AutoModelForCausalLM.from_pretrained(gkd.TINY.teacher).state_dict()
+    for name, weight in loaded[0][1].model.named_parameters():
+        assert weight.dtype == (torch.float32 if name == "lm_head.weight" else dtype) and not weight.requires_grad
+        assert torch.equal(weight.to(dtype), given[name].to(dtype))
 
 
-def test_a_share_of_completions_is_sampled_and_the_others_are_those_of_the_dataset(completions, tmp_path, monkeypatch):
-    calls = record(monkeypatch, gkd, "accumulate_gradients")
-    settings = SMALL | completions | {"on_policy_fraction": 0.25, "prompts_per_step": 8}
-    lines = train(gkd, tmp_path / "run", **settings)
-    assert not any("eval/reward" in line for line in lines)  # without answers there is nothing to check
-    _, tokenizer = load(gkd, TINY)
-    texts = {row["prompt"]: row["completion"] for row in ROWS}
-    for ((_, _, sampled, divisor, _), _), ((_, _, given, other, _), _) in zip(calls[::2], calls[1::2], strict=True):
-        assert (divisor, other, len(sampled["prompt_ids"]), len(given["prompt_ids"])) == (8, 8, 2, 6)
-        for ids, mask, row, row_mask in zip(*(given[name] for name in NAMES)):
-            prompt = tokenizer.decode(ids[mask.bool()], skip_special_tokens=True)
-            text = tokenizer.decode(row[row_mask.bool()])
-            assert text == texts[prompt] + tokenizer.convert_ids_to_tokens(gkd.find_turn_end(tokenizer))
-    assert len(read_jsonl(tmp_path / "run" / "samples.jsonl")) == 4
-    assert all(line["policy/sampler_kl"] < 1e-6 and line["optim/grad_norm"] > 0 for line in lines)
+@pytest.mark.parametrize("form", toy.FORMS)
+def test_completions_are_what_follows_the_prompt_in_the_whole_chat_and_rows_without_are_left_out(form, capsys):
+    args, tokenizer = gkd.Args(max_completion_length=24), toy.make_tokenizer(*toy.FORMS[form])
+    chat = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "so 2"}]
+    prompt = tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True, return_dict=False)
+    completions = ["so 2", "", None, "8" * 23, "8" * 24, chat[1:]]
+    rows = gkd.add_completions([{"prompt_ids": prompt, "response": text} for text in completions], args, tokenizer)
+    ids = [row["prompt_ids"] + row["completion_ids"] for row in rows]
+    whole = tokenizer.apply_chat_template(chat, return_dict=False)
+    assert ids[0] == ids[2] == whole[: len(ids[0])] and len(ids[1]) == len(prompt) + 24 and len(ids) == 3
+    assert ids[0][-1] == gkd.find_turn_end(tokenizer) and "3 training rows" in capsys.readouterr().out
 
 
-def test_completions_of_the_dataset_alone(completions, tmp_path, monkeypatch):
-    monkeypatch.setattr(gkd, "generate", None)
-    lines = train(gkd, tmp_path / "run", **SMALL | completions, on_policy_fraction=0.0)
-    assert all(line["loss/distillation"] > 0 and "rollout/length_mean" not in line for line in lines)
-    assert not (tmp_path / "run" / "samples.jsonl").exists()
-
-
-def test_rows_without_a_completion_that_fits_are_left_out_and_counted(tmp_path, capsys):
-    rows = [{"prompt": f"{i}+1=", "completion": f"{i + 1}", "answer": f"{i + 1}"} for i in range(10, 20)]
-    rows += [{"prompt": "1+1=", "completion": ""}, {"prompt": "2+1=", "completion": "3" * 20}, {"prompt": "3+1="}]
-    settings = SMALL | {"dataset": write_jsonl(tmp_path / "rows.jsonl", rows), "eval_prompts": 0}
-    train(gkd, tmp_path / "run", **settings, on_policy_fraction=0.5)
-    said = "training rows without a completion of at most --max-completion-length tokens: 3\n"
-    assert said in capsys.readouterr().out
-    dataset = write_jsonl(tmp_path / "prompts.jsonl", rows[-1:] * 5)
-    message = exit_line(gkd, **settings | {"dataset": dataset}, on_policy_fraction=0.5, run_dir=tmp_path / "other")
-    assert message == f"{dataset}: --on-policy-fraction below 1 needs completions, in the column completion"
-
-
-def test_another_vocabulary_ends_before_anything_is_trained(tmp_path):
-    folder = make_folder(tmp_path / "teacher", make_tokenizer(*FORMS["chatml"]))
-    message = exit_line(gkd, teacher=folder, run_dir=tmp_path / "run")
-    assert message == f"--teacher {folder} has another vocabulary than --model: name one with the same"
-    assert not (tmp_path / "run").exists()
-
-
-WRONG = [({"jsd_beta": 1.0}, "--jsd-beta must lie between 0 and 1")]
-WRONG += [({"on_policy_fraction": 1.1}, "--on-policy-fraction must be at least 0 and at most 1")]
+WRONG = [({"teacher": ""}, "--teacher must"), ({"teacher": "other"}, "another vocabulary")]
+WRONG += [({"on_policy_fraction": 1.1}, "at most 1"), ({"on_policy_fraction": 0.5}, "needs a column completion")]
 
 
 @pytest.mark.parametrize("settings, message", WRONG)
-def test_settings_that_cannot_work(settings, message, tmp_path):
-    assert exit_line(gkd, **settings, run_dir=tmp_path / "run").startswith(message)
+def test_what_cannot_work_is_said_before_training(settings, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    toy.make_folder("other", toy.make_tokenizer(*toy.FORMS["chatml"]))
+    with pytest.raises(SystemExit, match=message):
+        toy.train(gkd, tmp_path, **settings)
 
 
-@pytest.mark.parametrize("fraction", [0.5, 0.0])
-def test_two_ranks_train_as_one_process_does(fraction, completions, tmp_path):
-    """With completions of the dataset to the last digits; what is sampled differs by random numbers."""
-    flags = "--num-steps 2 --prompts-per-step 8 --max-completion-length 48 --eval-prompts 0 --microbatch-tokens 64"
-    flags = [*flags.split(), "--dataset", completions["dataset"], "--on-policy-fraction", fraction]
-    both = start("gkd", [*flags, "--run-dir", tmp_path / "both"], kind=Ranks)
-    alone = start("gkd", [*flags, "--run-dir", tmp_path / "alone"])
-    finish(both), finish(alone)
-    assert len(logged(tmp_path / "both")) == 2
-    for line, other in zip(logged(tmp_path / "both"), logged(tmp_path / "alone"), strict=True):
-        assert line.keys() == other.keys()
-        for name in line.keys() - {"perf/step_seconds", "perf/rollout_seconds"} if fraction == 0 else ():
-            assert line[name] == pytest.approx(other[name], rel=1e-4)
-
-
-def test_adapters_learn_from_the_teacher(tmp_path):
-    first, *lines = train(gkd, tmp_path / "run", **SMALL | {"num_steps": 8}, lora_rank=4, learning_rate=3e-3)
-    assert lines[-1]["loss/distillation"] < lines[0]["loss/distillation"]
-
-
-def test_the_default_run_cut_short_learns(tmp_path):
-    settings = {"num_steps": 12, "eval_every": 12, "eval_prompts": 64, "prompts_per_step": 32, "learning_rate": 1e-3}
-    first, *lines = train(gkd, tmp_path / "run", **settings)
-    losses = [line["loss/distillation"] for line in lines]
-    assert sum(losses[-3:]) < 0.5 * sum(losses[:3])
+def test_the_default_run_cut_short_learns_and_a_teacher_of_itself_has_nothing_to_teach(tmp_path):
+    settings = {"dataset": None, "prompts_per_step": 32, "max_completion_length": 48, "eval_prompts": 128}
+    first, *lines = toy.train(gkd, tmp_path, num_steps=12, eval_every=12, **settings)
+    assert lines[-1]["loss/distillation"] < 0.2 * lines[0]["loss/distillation"]
     assert lines[-1]["eval/accuracy"] > first["eval/accuracy"] + 0.2
-    assert min(shares_changed(tmp_path / "run" / "checkpoint")) > 0.5  # rows of unused tokens stay
-    sample = read_jsonl(tmp_path / "run" / "samples.jsonl")[0]
-    assert sample.keys() == {"step", "prompt", "answer", "completions"} and len(sample["completions"]) == 1
-
-
-def test_the_embedded_teacher_is_what_grpo_made():
-    """models/tiny-teacher is what grpo.py's default command leaves, and the default of gkd.py."""
-    args = parse(gkd)
-    assert args.teacher == str(TEACHER)
-    model, tokenizer = load(ppo_rlhf, TEACHER)
-    rows = read_jsonl(ROOT / "data" / "addition" / "test.jsonl")[:128]
-    prompts = [{"prompt_ids": ppo_rlhf.encode_prompt(tokenizer, [user(row["prompt"])], None)} for row in rows]
-    prompt_ids, prompt_mask = ppo_rlhf.pad_left(prompts, "cpu")
-    ids, mask, _ = ppo_rlhf.generate(model, prompt_ids, prompt_mask, 48, 0.0, [5])
-    texts = [tokenizer.decode(row[kept.bool()][:-1]) for row, kept in zip(ids, mask)]
-    assert sum(ppo_rlhf.is_correct(text, row["answer"]) for text, row in zip(texts, rows)) / len(rows) > 0.95
+    first, line = toy.train(gkd, tmp_path, model=gkd.TINY.teacher, run_dir=tmp_path / "same", num_steps=1, **settings)
+    assert first["eval/accuracy"] > 0.95 and line["loss/distillation"] == 0  # grpo.py has made it of the student

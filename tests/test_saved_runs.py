@@ -1,5 +1,6 @@
 """A run's folder, its kills and resumes, and what it prints: python -m pytest tests/test_saved_runs.py"""
 
+import dataclasses
 import json
 import signal
 import sys
@@ -8,7 +9,7 @@ import pytest
 import torch
 from processes import Forked, finish, kill_at, start
 from safetensors.torch import load_file
-from toy import NAMES, SCRIPTS, TINY, parse, read_jsonl, short, train
+from toy import EVERY, NAMES, SCRIPTS, TINY, parse, read_jsonl, short, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dapo
@@ -29,7 +30,7 @@ def lines_of(run, name):
 
 
 def assert_same_run(run, expected):
-    for name in ("metrics.jsonl", "samples.jsonl"):
+    for name in sorted(path.name for path in expected.glob("*.jsonl")):
         assert lines_of(run, name) == lines_of(expected, name)
     [checkpoint], [right] = ([*folder.glob("checkpoint-*")] for folder in (run, expected))
     assert checkpoint.name == right.name and not (run / "unfinished").exists()
@@ -37,10 +38,10 @@ def assert_same_run(run, expected):
     assert all(torch.equal(weights[name], weight) for name, weight in right_weights.items())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EVERY)
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(name, tmp_path):
     """Its settings come from args.json, a flag wins over them, and the policy's own buffers are restored."""
-    script, precision = SCRIPTS[name], "bfloat16" if name == "grpo" else "float32"
+    script, precision = EVERY[name], "bfloat16" if name in ("grpo", "ppo_rlhf", "dpo") else "float32"
     train(script, tmp_path, precision=precision, run_dir=tmp_path / "whole", warmup_steps=12)
     train(script, tmp_path, precision=precision, run_dir=tmp_path / "cut", num_steps=2, warmup_steps=12)
     args = parse(script, resume=tmp_path / "cut", num_steps=4)
@@ -259,12 +260,20 @@ def test_large_gradients_are_clipped_and_the_learning_rate_warms_up(tmp_path, mo
 
 
 def test_defaults_are_those_of_the_model_that_is_named(tmp_path):
-    for script in SCRIPTS.values():
+    for name, script in EVERY.items():
         tiny, real = parse(script), parse(script, model="some/model")
-        assert tiny == script.TINY and tiny.model == str(TINY)
-        assert real == script.Args(model="some/model") and real.dataset == "openai/gsm8k:main"
+        assert tiny == script.TINY and tiny.model == str(TINY / "config.json" if name == "sft" else TINY)
+        assert real == script.Args(model="some/model")
+        assert real.dataset == "openai/gsm8k:main" or name in ("ppo_rlhf", "dpo", "reward_model", "sft")
         again = parse(script, model=tmp_path, tiny=True, num_steps=3)
         assert vars(again) == vars(script.TINY) | {"model": str(tmp_path), "tiny": True, "num_steps": 3}
+
+
+def test_a_flag_has_one_type_in_all_scripts():
+    types = {}
+    for script in EVERY.values():
+        for field in dataclasses.fields(script.Args):
+            assert types.setdefault(field.name, field.type) == field.type and field.default is not None
 
 
 @pytest.mark.parametrize("flags", [{"minibatch_size": 7}, {"prompts_per_step": 3}])
@@ -289,11 +298,11 @@ def test_sizes_that_ranks_cannot_share_are_refused(name, monkeypatch):
             script.check_args(args)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EVERY)
 def test_help_is_plain_ascii(name, capsys):
     """Greek letters would break it on some consoles, so the module's docstring is not in it."""
     with pytest.raises(SystemExit):
-        parse(SCRIPTS[name], help=True)
+        parse(EVERY[name], help=True)
     printed = capsys.readouterr().out
     for flag in ("--model", "--learning-rate", "--resume"):
         assert flag in printed

@@ -10,7 +10,7 @@ import pytest
 import torch
 from processes import run_on_ranks
 from scripted import CASES, Rollouts, run
-from toy import ROOT, SCRIPTS, TINY, call, parse, read_jsonl, relative_error, short, train
+from toy import EVERY, ROOT, SCRIPTS, TINY, call, parse, read_jsonl, relative_error, short, train
 from transformers import AutoTokenizer
 
 import grpo
@@ -62,12 +62,12 @@ def test_the_update_is_the_gradient_of_the_mean_loss(name, tmp_path, monkeypatch
     assert step["policy/sampler_kl"] > 0
 
 
-@each_script
+@pytest.mark.parametrize("name", EVERY)
 def test_microbatches_change_nothing(name, tmp_path, monkeypatch):
     runs = []
     for tokens in (1, 90, 100_000):
         with monkeypatch.context() as patch:
-            runs.append(run(SCRIPTS[name], tmp_path / str(tokens), patch, microbatch_tokens=tokens))
+            runs.append(run(EVERY[name], tmp_path / str(tokens), patch, microbatch_tokens=tokens))
     for other in runs[1:]:
         assert_same(runs[0], other, 1e-4)
 
@@ -75,8 +75,8 @@ def test_microbatches_change_nothing(name, tmp_path, monkeypatch):
 def assert_same(found, expected, tolerance):
     for ours, right in zip(found["gradients"], expected["gradients"], strict=True):
         assert relative_error(ours, right) < tolerance
-    moved = [weights[-1] - weights[0] for weights in (found["weights"], expected["weights"])]
-    assert moved[1].norm() > 0
+    first = next(weights for weights in expected["weights"] if len(weights) == len(expected["weights"][-1]))
+    assert (expected["weights"][-1] - first).norm() > 0  # of ppo_rlhf.py's two models the value model moves last
     for ours, right in zip(found["metrics"], expected["metrics"], strict=True):
         assert ours.keys() == right.keys()
         for key, value in right.items():
@@ -94,7 +94,7 @@ def on_two_ranks(tmp_path_factory):
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_have_gradients_and_metrics_of_one(case, on_two_ranks, tmp_path, monkeypatch):
     """They share prompts and have unequal numbers of microbatches; in bfloat16 they differ by rounding."""
-    alone = run(SCRIPTS[case.split()[0]], tmp_path, monkeypatch, **CASES[case])
+    alone = run(EVERY[case.split()[0]], tmp_path, monkeypatch, **CASES[case])
     tolerance = 0.25 if "bfloat16" in case else 1e-4
     found = torch.load(on_two_ranks / case / "found.pt")
     assert_same(found, alone, tolerance)
@@ -111,7 +111,8 @@ def test_the_default_command_learns(tmp_path):
 
 def three_steps(script, folder, patch, **settings):
     """Metrics of three steps with two updates each, of rollouts that are scripted."""
-    patch.setattr(script, "generate", Rollouts())
+    if hasattr(script, "generate"):
+        patch.setattr(script, "generate", Rollouts())
     args = short(
         script,
         folder,
@@ -128,10 +129,10 @@ def three_steps(script, folder, patch, **settings):
     return [{key: value for key, value in line.items() if not key.startswith("perf/")} for line in lines]
 
 
-@each_script
+@pytest.mark.parametrize("name", EVERY)
 def test_three_steps_are_as_recorded(name, tmp_path, monkeypatch):
     """A change of a number must say so. PYTHONPATH=. python tests/test_updates.py records them anew."""
-    found = three_steps(SCRIPTS[name], tmp_path, monkeypatch)
+    found = three_steps(EVERY[name], tmp_path, monkeypatch)
     for ours, right in zip(found, json.loads(RECORDED.read_text())[name], strict=True):
         assert ours == pytest.approx(right, rel=1e-3, abs=1e-5)
 
@@ -206,7 +207,7 @@ if __name__ == "__main__":
     import tempfile
 
     recorded = {}
-    for name, script in SCRIPTS.items():
+    for name, script in EVERY.items():
         with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
             recorded[name] = three_steps(script, folder, patch)
     RECORDED.write_text(json.dumps(recorded, indent=1) + "\n")

@@ -1,15 +1,17 @@
-"""What the tests of the scripts that sample share: small models, batches as a rollout makes them, and short runs."""
+"""What the tests of the scripts share: small models and tokenizers, batches, short runs, and numbers of others."""
 
 import copy
-import importlib
+import importlib.util
 import inspect
 import json
 import sys
 from pathlib import Path
 
+import tokenizers
 import torch
+from tokenizers import models, pre_tokenizers
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedTokenizerFast, Qwen3Config
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "models" / "tiny"
@@ -17,6 +19,10 @@ LOSS = {"clip_eps": 0.2, "clip_eps_low": 0.2, "clip_eps_high": 0.28, "max_comple
 LOSS |= {"ref_logprobs": None, "sampler_weight_cap": 2.0}
 NAMES = ("reinforce", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "grpo_process")
 SCRIPTS = {name: importlib.import_module(name) for name in NAMES}
+OTHERS = ("gkd", "grpo_tools", "ppo_rlhf", "dpo", "reward_model", "sft")
+EVERY = SCRIPTS | {name: importlib.import_module(name) for name in OTHERS}
+EVERY["ppo_rlhf"].NORM_SAMPLES = 16  # the completions on whose scores a run normalises them
+FILES = dict.fromkeys(("dpo", "reward_model"), "preferences/train.jsonl") | {"sft": "addition/sft.jsonl"}
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 CONFIGS = {
     "llama": LlamaConfig(**SIZES, num_key_value_heads=1),
@@ -67,9 +73,12 @@ def parse(script, **settings):
 
 def short(script, folder, **settings):
     """Settings of a short run on 64 rows, which are written into a folder; it goes to folder/run."""
+    Path(folder).mkdir(exist_ok=True)
     sizes = {"num_steps": 4, "prompts_per_step": 4, "group_size": 4, "minibatch_size": 8, "max_completion_length": 24}
     sizes |= {"eval_every": 2, "eval_prompts": 8, "save_every": 2, "warmup_steps": 0, "learning_rate": 1e-3}
-    rows = read_jsonl(ROOT / "data/addition/train.jsonl")[:64]
+    if not hasattr(script.Args, "group_size"):
+        sizes["prompts_per_step"] *= settings.get("group_size", sizes["group_size"])
+    rows = read_jsonl(ROOT / "data" / FILES.get(script.__name__, "addition/train.jsonl"))[:64]
     sizes |= {"tiny": True, "dataset": write_jsonl(Path(folder) / "rows.jsonl", rows), "run_dir": Path(folder) / "run"}
     return parse(script, **{name: value for name, value in (sizes | settings).items() if hasattr(script.Args, name)})
 
@@ -131,3 +140,84 @@ def gradient_of(model, objective):
     """The gradient of an objective with respect to all weights, flat."""
     gradients = torch.autograd.grad(objective, list(model.parameters()), retain_graph=True, allow_unused=True)
     return torch.cat([gradient.flatten() for gradient in gradients if gradient is not None])
+
+
+def read_oracle(name):
+    """The cases of another library's numbers."""
+    return json.loads((ROOT / "tests/oracle" / f"{name}.json").read_text())["cases"]
+
+
+def tensor(values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def load_module(path):
+    """The module of a file that is on no path of imports."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def record(patch, module, name):
+    """Keep the arguments and the result of each call of a module's function, which goes on working."""
+    function, calls = getattr(module, name), []
+
+    def recorded(*args):
+        calls.append((args, function(*args)))
+        return calls[-1][1]
+
+    patch.setattr(module, name, recorded)
+    return calls
+
+
+FORMS = {  # special tokens, the first of which is the end of text, and the chat template
+    "chatml": (
+        ["<|endoftext|>", "<|im_end|>", "<|im_start|>"],
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    ),
+    "llama 3": (
+        ["<|end_of_text|>", "<|eot_id|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"],
+        "<|begin_of_text|>{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+        "{{ m.content | trim }}<|eot_id|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
+    ),
+    "gemma": (
+        ["<eos>", "<end_of_turn>", "<bos>", "<start_of_turn>", "\n"],
+        "<bos>{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+        "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end_of_turn>\n"
+        "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
+    ),
+    "phi 3": (
+        ["<|endoftext|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"],
+        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}",
+    ),
+}
+
+
+def make_tokenizer(special, template):
+    """A tokenizer of single characters and of these special tokens, the first of which is its end of text."""
+    characters = [chr(code) for code in range(32, 127)] + ["\n"] * ("\n" not in special)
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<unk>", *special, *characters])}
+    backend = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
+    backend.decoder = tokenizers.decoders.Fuse()
+    tokens = {"pad_token": "<pad>", "unk_token": "<unk>", "eos_token": special[0]}
+    tokens["additional_special_tokens"] = special[1:]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **tokens)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def make_folder(folder, tokenizer, **settings):
+    """A folder with a random Llama whose only stop token is the tokenizer's end of text, and that tokenizer."""
+    torch.manual_seed(0)
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    config = LlamaConfig(**SIZES, num_key_value_heads=1, vocab_size=len(tokenizer), **ids, **settings)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)

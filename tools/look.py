@@ -28,7 +28,7 @@ figure, article, #bar > * { padding: 9px; border: 1px solid var(--rule); border-
 svg { width: 100%; height: 4.4rem; margin-top: .5rem; overflow: visible; fill: none; stroke: var(--good) }
 svg * { stroke-width: 1.7; vector-effect: non-scaling-stroke } line { stroke: var(--soft); stroke-dasharray: 2 3 }
 #step { width: 100%; margin: 0 0 1rem; accent-color: var(--good) } article small { float: right; margin-left: .8rem }
-:has(#kind:empty) > :is(#step, #bar) { display: none } article { flex-wrap: nowrap; border-left: 6px solid var(--mix) }
+:has(:disabled) > :is(#step, #bar) { display: none } article { flex-wrap: nowrap; border-left: 6px solid var(--mix) }
 article b { background: var(--mix); color: var(--card); border-radius: .35rem; padding: 0 .45rem; height: 1.5rem }
 pre { font: 13px/1.6 ui-monospace, Menlo, Consolas, monospace; white-space: pre-wrap } .prompt { font-weight: 700 }
 </style>
@@ -36,8 +36,7 @@ pre { font: 13px/1.6 ui-monospace, Menlo, Consolas, monospace; white-space: pre-
 <div id="settings"></div>
 <div id="curves"></div>
 <input id="step" type="range" aria-label="step">
-<div id="bar"><select id="kind" aria-label="kind"></select>
-<select id="mark" aria-label="reward"><option>all<option>right<option>wrong</select>
+<div id="bar"><select id="mark" aria-label="reward"><option>all<option>right<option>wrong</select>
 <input id="query" type="search" placeholder="search all steps"></div>
 <p id="where"></p>
 <div id="list"></div>
@@ -81,20 +80,17 @@ const scored = (row, score, parts = Object.entries(score ?? NaN)) => ({ // a num
   ...row, parts: parts.map(([name, x]) => `${name} ${show(x)}`),
   value: parts.length ? parts.reduce((sum, [, x]) => sum + +x, 0) : +score });
 const sampled = run.samples.flatMap((row) => row.completions.map((completion, i) => (
-  scored({ ...row, completion }, (row.scores ?? row.rewards)?.[i]))));
-const greedy = run.eval_samples.map((row) => scored(row, row.score ?? row.reward));
-const kinds = Object.entries({ sampled, "greedy, held out": greedy }).filter(([, rows]) => rows.length);
-const [worst, best] = range([...sampled, ...greedy].map((row) => row.value).filter(isFinite).concat(0, 1));
+  scored({ ...row, completion }, row.rewards?.[i]))));
+const [worst, best] = range(sampled.map((row) => row.value).filter(isFinite).concat(0, 1));
 const goodness = (row) => share(worst, row.value, best);
 const verdict = (row) => (isNaN(row.value) ? "" : goodness(row) < 50 ? "wrong" : "right");
-$("kind").append(...kinds.map(([kind], i) => new Option(kind, i)));
 
 function render() {
   point($("step").value);
-  if (!kinds.length) return;
-  const rows = kinds[$("kind").value][1], { step } = nearest(rows, $("step").value);
+  if (!sampled.length) return;
+  const { step } = nearest(sampled, $("step").value);
   const mark = $("mark").value, word = $("query").value.toLowerCase();
-  const pool = rows.filter((row) => word || row.step === step);
+  const pool = sampled.filter((row) => word || row.step === step);
   const found = pool.filter((row) => ["all", verdict(row)].includes(mark) &&
     `${plain(row.prompt)}\n${row.completion}`.toLowerCase().includes(word));
   const where = word ? "all steps" : `step ${step}`, cut = found.length > 200 ? ", the first 200 shown" : "";
@@ -115,6 +111,7 @@ document.onkeydown = (event) => {
   event.preventDefault();
   go(+$("step").value + by);
 };
+$("mark").disabled = !sampled.length;
 render();
 </script>
 """
@@ -125,10 +122,10 @@ def gather(folder):
     run, root = read_run(folder), Path(__file__).resolve().parents[1]
     settings = [("script", run.script)]
     for name, value in run.args.items():
-        if name not in ("script", "run_dir") and str(value) not in ("None", "False", ""):
+        if name != "run_dir" and str(value) not in ("None", "False", ""):
             settings.append((name, str(value).removeprefix(f"{root}/")))
     panels = [(key, PANELS.get(key, key)) for key in choose_metrics({run.name: [run]})]
-    rows = {name: read_rows(run.folder / f"{name}.jsonl") for name in ("metrics", "samples", "eval_samples")}
+    rows = {name: read_rows(run.folder / f"{name}.jsonl") for name in ("metrics", "samples")}
     return {"name": run.name, "settings": settings, "panels": panels} | rows
 
 

@@ -77,7 +77,7 @@ def read_run(folder):
     try:
         args = json.loads((folder / "args.json").read_text())
         name = folder.resolve().name
-        script = Path(args.get("script", name.split("__")[0])).stem
+        script = name.split("__")[0]
         settings = {name: value for name, value in args.items() if name not in NOT_LEARNING}
     except (ValueError, AttributeError):
         raise SystemExit(f"{folder / 'args.json'}: not a JSON object of settings") from None

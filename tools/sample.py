@@ -1,15 +1,15 @@
 """Sample completions from a model as grpo.py does, and print and save them with their rewards.
 
-    python tools/sample.py --model runs/sft/checkpoint --tiny --temperature 0
+    python tools/sample.py --model runs/sft/checkpoint-002200 --tiny --temperature 0
     python tools/sample.py --model path/to/model --prompt "What is 17 * 3?" --prompt "What is 3 * 17?"
-    python tools/sample.py --model runs/tools/checkpoint --tiny --calculator --prompt "17+58+36="
+    python tools/sample.py --model runs/tools/checkpoint-000030 --tiny --calculator --prompt "17+58+36="
 
 The tool uses the defaults, chat templates, stop tokens and rewards of grpo.py. As there, a checkpoint of the bundled
 model needs --tiny. Without --prompt and --dataset, it reads prompts from standard input, one per line. If standard
 input is a terminal or empty, it uses the default dataset. Your own prompts have no answers and so no rewards, and their
-completions are only saved if you give --out. With --calculator, the tool of grpo_tools.py replies while the model
-writes, and its replies are printed between « and ». A completion that reaches --max-completion-length is marked with
-[cut off].
+completions are only saved if you give --out. With --calculator, the defaults are those of grpo_tools.py, its tool
+replies while the model writes, and its replies are printed between « and ». A completion that reaches
+--max-completion-length is marked with [cut off].
 
 --keep right keeps, for each prompt, the distinct completions whose reward is at least --min-reward. --keep pairs makes
 pairs of such a completion (chosen) and a wrong one (rejected), and uses each completion at most once. Completions that
@@ -90,13 +90,13 @@ def parse_args(line=None):
     return given
 
 
-def read_settings(given):
-    """Return the settings of grpo.py: those given, and its defaults for the others."""
+def read_settings(script, given):
+    """Return the settings of a script: those given, and its defaults for the others."""
     flags = {name: getattr(given, name) for name in (*SETTINGS, "rollout_batch_size")}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items() if value is not None]
-    before, sys.argv = sys.argv, ["grpo.py", *["--tiny"] * given.tiny, *flags]
+    before, sys.argv = sys.argv, ["sample.py", *["--tiny"] * given.tiny, *flags]
     try:
-        return grpo.parse_args()
+        return script.parse_args()
     finally:
         sys.argv = before
 
@@ -129,16 +129,15 @@ def with_system(prompt, system_prompt):
     return [{"role": "system", "content": system_prompt}, *messages]
 
 
-def without_marks(text, tokenizer):
-    """Return a completion without special tokens of the template, which sft.py and dpo.py would take for its own."""
-    if tokenizer.chat_template is None:
-        return text
-    chat = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": "Answer"}]
-    frame = tokenizer.apply_chat_template(chat, tokenize=False)
-    for token in tokenizer.added_tokens_decoder.values():
-        if token.special and str(token) in frame:
-            text = text.replace(str(token), "")
-    return text
+def mark_replies(tokenizer, batch):
+    """Return the texts of a batch with the tool's tokens between « and », such as 36 - 12 =« 24»."""
+    texts = []
+    for ids, by_policy, by_tool in zip(batch["ids"], batch["completion_mask"], batch["tool_mask"]):
+        written = by_policy + by_tool > 0
+        by_tool, counts = by_tool[written].unique_consecutive(return_counts=True)
+        pieces = [tokenizer.decode(piece, skip_special_tokens=True) for piece in ids[written].split(counts.tolist())]
+        texts.append("".join(f"«{piece}»" if tool else piece for tool, piece in zip(by_tool, pieces)))
+    return texts
 
 
 def keep_rows(group, given, lot):
@@ -189,14 +188,12 @@ def main(given):
     if given.prompt and given.keep != "all":
         raise SystemExit(f"--keep {given.keep}: your own prompts have no answers, so no completion is right")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    args = read_settings(given)
-    given.system_prompt = args.system_prompt  # that of the model or of grpo.py if none was given
+    script = grpo_tools if given.calculator else grpo
+    args = read_settings(script, given)
+    given.system_prompt = args.system_prompt  # its default if none was given
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     rows = load_rows(given, args, tokenizer)
-    script, sampler = grpo, grpo.load_sampler(args, tokenizer, device)
-    if given.calculator:
-        script, sampler = grpo_tools, grpo_tools.LogprobModel(sampler)
-        args.tool_tokens = grpo_tools.Args.tool_tokens
+    sampler = grpo.load_sampler(args, tokenizer, device)
     torch.manual_seed(args.seed % 2**63)
     n, samples, kept = given.num_samples if given.temperature else 1, [], []
     lot = random.Random(args.seed)
@@ -210,8 +207,7 @@ def main(given):
     for start in tqdm(range(0, len(rows), size), unit="batch", disable=None):
         part = [row for row in rows[start : start + size] for _ in range(n)]
         batch, texts = script.sample_completions(sampler, tokenizer, part, given.temperature, args)
-        texts = [without_marks(text, tokenizer) for text in texts]
-        printed = grpo_tools.mark_replies(tokenizer, batch) if given.calculator else texts
+        printed = mark_replies(tokenizer, batch) if given.calculator else texts
         rewards = [None] * len(texts)
         if not given.prompt:
             rewards = score(texts, part)

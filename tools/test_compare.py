@@ -13,7 +13,7 @@ from pathlib import Path
 import compare
 import pytest
 from sync_copies import MARKER
-from tiny import ROOT
+from toy import ROOT
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 in_browser = pytest.mark.skipif(BROWSER is None, reason="the page was not opened: no chromium is installed")

@@ -215,7 +215,7 @@ def test_pages_of_real_runs(tmp_path):
     data = read_page(grpo_run)
     for name in ("metrics", "samples"):
         assert data[name] == read_jsonl(grpo_run / f"{name}.jsonl") and data[name]
-    assert len(data["samples"][0]["completions"]) == 2 and data["eval_samples"] == []
+    assert len(data["samples"][0]["completions"]) == 2
     shown = [key for key, _ in data["panels"]]
     assert shown[:4] == ["eval/accuracy", "reward/mean", "rollout/length_mean", "policy/entropy"]
     assert {"policy/ref_kl", "policy/clip_fraction_low", "optim/grad_norm"} <= set(shown)
@@ -225,7 +225,7 @@ def test_pages_of_real_runs(tmp_path):
 
     dpo_run = tiny_run(dpo, tmp_path / "dpo", "preferences", minibatch_size=4)
     data = read_page(dpo_run)
-    assert data["samples"] == data["eval_samples"] == [] and data["panels"][0][0] == "eval/pair_accuracy"
+    assert data["samples"] == [] and data["panels"][0][0] == "eval/pair_accuracy"
 
     both = ["eval/accuracy", "eval/pair_accuracy", "optim/grad_norm"]
     assert plot.choose_metrics(groups(grpo_run, dpo_run)) == both
@@ -239,7 +239,7 @@ def rewards_in_parts(*names):
 
 def test_parts_of_a_reward_are_shown_behind_it_if_there_is_room(tmp_path, capsys):
     usual = ["eval/accuracy", "reward/mean", *[key for key in plot.PANELS if key.startswith(("rollout/", "policy/"))]]
-    rest = rewards_in_parts("reward/zero_std", "eval/reward", "eval/pass@1")
+    rest = rewards_in_parts("reward/zero_std", "eval/reward")
     parts = ["reward/format", "reward/right", "eval/reward/format", "eval/reward/right"]
     run = write_run(tmp_path / "a", [{"step": 1} | rewards_in_parts(*usual, *parts[::-1]) | rest])
     shown = [*usual[:2], *parts, *usual[2:]]
@@ -262,29 +262,24 @@ def test_parts_of_a_reward_are_shown_behind_it_if_there_is_room(tmp_path, capsys
 def test_the_page_shows_sums_with_their_parts_and_completions_without_rewards():
     samples = [
         {"step": 1, "prompt": "a", "completions": ["x", "y"], "rewards": [{"right": True, "form": 0.25}, {"right": 0}]},
-        {"step": 1, "prompt": "b", "completions": ["x", "y"], "rewards": [0.3, True]},
-        {"step": 1, "prompt": "c", "completions": ["x"], "scores": [-2.0]},
+        {"step": 1, "prompt": "b", "completions": ["x", "y"], "rewards": [0.123456, True]},
+        {"step": 1, "prompt": "c", "completions": ["x"], "rewards": [-2.0]},
         {"step": 1, "prompt": "d", "completions": ["x"]},
     ]
-    greedy = [{"reward": {"right": 1, "form": 0.123456}}, {"score": 0.75}, {"reward": 1.0}, {}]
     script = look.PAGE[look.PAGE.index("const range =") :]
     helpers = script[: script.index("document.title")]
     show = next(line for line in look.PAGE.splitlines() if line.startswith("const show ="))
-    code = script[script.index("const scored =") : script.index('$("kind").append')]
-    run = json.dumps({"samples": samples, "eval_samples": greedy})
-    found = "[...sampled, ...greedy].map((row) => [row.parts.join(), show(row.value), verdict(row)])"
+    code = script[script.index("const scored =") : script.index("function render")]
+    run = json.dumps({"samples": samples})
+    found = "sampled.map((row) => [row.parts.join(), show(row.value), verdict(row)])"
     program = f"const run = {run};\n{show}\n{helpers}{code}console.log(JSON.stringify({found}))"
     done = subprocess.run(["node", "-e", program], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == [
         ["right 1,form 0.25", "1.25", "right"],
         ["right 0", "0", "right"],  # nearer to the best value, 1.25, than to the worst, -2
-        ["", "0.3", "right"],
+        ["", "0.123", "right"],
         ["", "1", "right"],
         ["", "-2", "wrong"],
-        ["", "-", ""],
-        ["right 1,form 0.123", "1.12", "right"],
-        ["", "0.75", "right"],
-        ["", "1", "right"],
         ["", "-", ""],
     ]
 
@@ -295,23 +290,19 @@ def test_a_run_with_a_reward_in_parts_and_one_of_a_script_whose_samples_have_no_
     data = read_page(tiny_run(grpo, tmp_path / "grpo", "addition", **settings))
     assert [{*parts} for row in data["samples"] for parts in row["rewards"]] == [{"long", "even"}] * 4
     assert {"reward/long", "reward/even", "eval/reward/long", "eval/reward/even"} < {key for key, _ in data["panels"]}
-    gkd_run = tiny_run(gkd, tmp_path / "gkd", "addition", prompts_per_step=2)
-    data = read_page(gkd_run)
-    assert data["eval_samples"] == read_jsonl(gkd_run / "eval_samples.jsonl") and len(data["eval_samples"]) == 12
-    assert data["samples"] and not any("rewards" in row for row in data["samples"])
-    assert {row["reward"] for row in data["eval_samples"]} <= {0.0, 1.0}
+    data = read_page(tiny_run(gkd, tmp_path / "gkd", "addition", prompts_per_step=2))
+    assert len(data["samples"]) == 4 and not any("rewards" in row for row in data["samples"])
 
 
 def test_a_hostile_run_cannot_leave_its_element(tmp_path):
     rows = [{"step": 1, "reward/mean": 0.5, "policy/entropy": float("nan")}, {"step": 2, "reward/mean": 0.5}]
     run = write_run(tmp_path / "a", rows, system_prompt=HOSTILE)
-    samples = [{"step": 1, "prompt": [{"role": "user", "content": HOSTILE}], "completions": [HOSTILE], "rewards": [1]}]
-    evaluations = [{"step": 1, "prompt": HOSTILE, "answer": HOSTILE, "completion": HOSTILE, "reward": 1.0}]
+    samples = [{"step": 1, "prompt": [{"role": "user", "content": HOSTILE}], "answer": HOSTILE}]
+    samples[0] |= {"completions": [HOSTILE], "rewards": [1]}
     write_jsonl(run / "samples.jsonl", samples)
-    write_jsonl(run / "eval_samples.jsonl", evaluations)
     with (run / "samples.jsonl").open("a") as file:
         file.write('{"step": 2, "pro')
     data = read_page(run)
-    assert data["samples"] == samples and data["eval_samples"] == evaluations
+    assert data["samples"] == samples
     assert dict(data["settings"])["system_prompt"] == HOSTILE
     assert data["metrics"][0]["policy/entropy"] is None  # JSON has no nan

@@ -64,5 +64,5 @@ if __name__ == "__main__":
     grpo.reward_fn, grpo.is_correct = REWARDS[sys.argv.pop(1)], exact
     if not any(word.startswith("--resume") for word in sys.argv):  # a resumed run keeps its own
         # Flags given by hand come later and win.
-        sys.argv[1:1] = ["--model", "runs/sorting/base/checkpoint", "--tiny", "--dataset", "runs/sorting/data"]
+        sys.argv[1:1] = ["--model", "runs/sorting/base/checkpoint-000300", "--tiny", "--dataset", "runs/sorting/data"]
     grpo.main(grpo.parse_args())

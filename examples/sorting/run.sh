@@ -12,8 +12,8 @@ base_steps=${BASE_STEPS:-300} steps=${STEPS:-24} flags=${FLAGS:---eval-every 8 -
 export OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1
 
 train() { # train RUN STEPS COMMAND SETTINGS: skip a finished run, resume a stopped one
-    if [ -d "$1/state/$(printf %08d "$2")" ] || [ -d "$1/checkpoint-$(printf %06d "$2")" ]; then return; fi
-    if [ -n "$(ls -d "$1"/state/0* "$1"/checkpoint-* 2> /dev/null)" ]; then
+    if [ -d "$1/checkpoint-$(printf %06d "$2")" ]; then return; fi
+    if ls -d "$1"/checkpoint-* > /dev/null 2>&1; then
         $3 --resume "$1" --num-steps "$2"
     else
         rm -rf "$1"
@@ -27,7 +27,7 @@ train "$folder/base" "$base_steps" "python sft.py" \
 for seed in $seeds; do
     for reward in $rewards; do
         train "$folder/${reward}__$seed" "$steps" "python examples/sorting/rewards.py $reward" \
-            "--model $folder/base/checkpoint --dataset $folder/data --seed $seed $flags"
+            "--model $folder/base/checkpoint-$(printf %06d "$base_steps") --dataset $folder/data --seed $seed $flags"
     done
 done
 python examples/sorting/show.py "$folder"
