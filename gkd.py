@@ -269,11 +269,10 @@ def main(args):
                 loss.backward()
                 metrics["policy/entropy"] = (entropies.sum(), mask.sum())
                 if "sampler_logprobs" in microbatch:
-                    log_ratio = torch.where(mask, logprobs.detach() - microbatch["sampler_logprobs"], 0.0)
+                    log_ratio = torch.where(mask, logprobs - microbatch["sampler_logprobs"], 0.0)
                     metrics["policy/sampler_kl"] = (k3(log_ratio).sum(), mask.sum())  # KL(sampler || policy)
                 collected.append(metrics)
-        warmup = min(1.0, step / max(1, args.warmup_steps))
-        learning_rate = args.learning_rate * warmup
+        learning_rate = args.learning_rate * min(1.0, step / max(1, args.warmup_steps))
         grad_norm = step_optimizer(policy, optimizer, learning_rate, args.max_grad_norm)
         collected.append({"optim/grad_norm": (grad_norm, 1)})
 
@@ -559,9 +558,10 @@ def compare_heads(model, teacher, hidden, teacher_hidden, targets, args):
     logprobs = (logits[:, :vocab_size] / args.temperature).log_softmax(-1)
     teacher_logprobs = (teacher_logits[:, :vocab_size] / args.temperature).log_softmax(-1)
     divergences = token_divergence(logprobs, teacher_logprobs, args.divergence, args.jsd_beta)
-    with torch.no_grad():  # entropies are only logged
+    with torch.no_grad():  # both are only logged, and a graph would keep a tensor (N, V) of each chunk
+        target_logprobs = logprobs.gather(1, targets.unsqueeze(1)).squeeze(1)
         entropies = -(logprobs.exp() * logprobs).sum(-1)
-    return divergences, logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), entropies
+    return divergences, target_logprobs, entropies
 
 
 def head_logits(model, hidden):

@@ -157,7 +157,7 @@ def head_bytes(model, settings, tokens):
     """Return the most bytes of temporary tensors in the backward pass of the LM head."""
     at_once, chunks = LOGITS_AT_ONCE, 4  # logits, their softmax, temporary tensors of the entropy
     if settings.script == "gkd":  # half as many logits of each model; this is for --divergence jsd, others have fewer
-        at_once, chunks = LOGITS_AT_ONCE // 2, 12
+        at_once, chunks = LOGITS_AT_ONCE // 2, 11
     chunk = 4 * min(at_once, tokens * model.vocab)
     gradient = 4 * model.embedding
     most = max(chunks * chunk, gradient + chunk)

@@ -82,7 +82,7 @@ def update(script, models, args, ids, mask):
         return module.accumulate_gradients(policy, models["value model"], batch, torch.arange(len(ids)), 9, args)
     if script == "gkd":
         hidden = models["teacher"](ids, mask)
-        divergences = policy(ids, mask.bool(), models["teacher"].model, hidden, args)[0]
+        divergences, logprobs, _ = policy(ids, mask.bool(), models["teacher"].model, hidden, args)
         loss, _ = module.distillation_loss(divergences, mask)
     elif script == "dpo":
         loss, _ = module.pair_loss(policy, models["reference"], pairs, args)
