@@ -44,18 +44,31 @@ class Rollouts:
     def __init__(self):
         self.tokenizer = AutoTokenizer.from_pretrained(TINY)
         self.running = {}
+        self.interrupted = []  # ids of sequences that stopped before the end of their script, and the rest of it
 
     def __call__(self, model, prompts, max_completion_length, temperature, stop_ids):
         completions = []
         for ids in prompts:
-            prompt = self.tokenizer.decode(ids).removeprefix("<|user|>").removesuffix("<|assistant|>")
-            text, draw = next(self.running.setdefault((prompt, temperature), solutions(prompt)))
-            tokens = (self.tokenizer.encode(text) + stop_ids[:1])[:max_completion_length]
+            begun = next((row for row in self.interrupted if ids[: len(row[0])] == row[0]), None)
+            if begun:  # a tool may have said the digits that come next
+                self.interrupted.remove(begun)
+                script = begun[1]
+                if len(ids) > len(begun[0]):
+                    script = list(itertools.dropwhile(lambda pair: 10 <= pair[0] < 20, script))
+            else:
+                prompt = self.tokenizer.decode(ids).removeprefix("<|user|>").removesuffix("<|assistant|>")
+                text, draw = next(self.running.setdefault((prompt, temperature), solutions(prompt)))
+                tokens = (self.tokenizer.encode(text) + stop_ids[:1])[:max_completion_length]
+                script = [(token, 0.2 * draw.random() - 0.1) for token in tokens]
+            end = next((place for place, (token, _) in enumerate(script, 1) if token in stop_ids), len(script))
+            tokens, noise = (list(values) for values in zip(*script[: min(end, max_completion_length)]))
+            if len(tokens) == end < len(script):
+                self.interrupted.append((ids + tokens, script[end:]))
             with torch.no_grad():
                 logits = model(torch.tensor([ids + tokens])).logits[0, len(ids) - 1 : -1].float()
             logprobs = logits.log_softmax(-1).gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1)
             # A sampler that differs a little has weights other than 1.
-            completions.append((tokens, [logprob + 0.2 * draw.random() - 0.1 for logprob in logprobs.tolist()]))
+            completions.append((tokens, [logprob + slip for logprob, slip in zip(logprobs.tolist(), noise)]))
         return completions
 
 
