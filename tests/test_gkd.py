@@ -89,10 +89,13 @@ def test_expected_gradient_is_that_of_the_objective(kind):
     for chance, row, kept in zip(chances, ids, mask.bool()):
         divergence = plain_divergence(distributions(exact, row), distributions(teacher, row).detach(), kind)
         objective = objective + chance * divergence[kept[1:]].mean()
-    divergences, logprobs, _ = compare(model, teacher.float(), ids, mask, divergence=kind)
+    divergences, logged, entropies = compare(model, teacher.float(), ids, mask, divergence=kind)
+    assert not logged.requires_grad and not entropies.requires_grad  # a graph would keep all logits
     loss, _ = gkd.distillation_loss(chances.unsqueeze(1) * divergences, mask)
     assert relative_error(gradient_of(model, loss).double(), gradient_of(exact, objective)) < 1e-5
     if kind == "reverse_kl":  # a policy gradient with the advantage log π_T - log π_θ has the expectation of the sum
+        logprobs, _ = toy.EVERY["grpo"].Policy(model, "float32")(ids, mask, TEMPERATURE)
+        torch.testing.assert_close(logged, logprobs.detach(), rtol=1e-5, atol=1e-5)
         _, teacher_logprobs, _ = compare(teacher, teacher, ids, mask)
         sampled = ((logprobs - teacher_logprobs).detach() * logprobs).sum(1)
         right = gradient_of(model, (chances * divergences.sum(1)).sum())
