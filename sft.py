@@ -174,6 +174,7 @@ def main(args):
         policy.parameters(), args.learning_rate, (0.9, 0.98), weight_decay=args.weight_decay, fused=True
     )
     first_step = open_run(args, policy, optimizer)
+    optimizer.param_groups[0]["weight_decay"] = args.weight_decay  # that of the flag, also after a resume
     if first_step == 1:
         log_step(args, 0, evaluate(policy, eval_rows, args))
 

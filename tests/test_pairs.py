@@ -21,6 +21,7 @@ from toy import (
     parse,
     read_jsonl,
     read_oracle,
+    record,
     relative_error,
     short,
     tensor,
@@ -546,6 +547,14 @@ def test_sft_starts_from_random_weights_says_so_learns_and_stops_where_it_was_tr
     tokenizer, model = AutoTokenizer.from_pretrained(checkpoint), AutoModelForCausalLM.from_pretrained(checkpoint)
     ids = tokenizer("<|user|>7+1=<|assistant|>", return_tensors="pt")["input_ids"]
     assert tokenizer.decode(model.generate(ids, max_new_tokens=9, do_sample=False)[0, ids.shape[1] :]) == "1<|end|>"
+
+
+def test_the_weight_decay_of_a_resumed_run_is_that_of_its_flag(tmp_path, monkeypatch):
+    calls = record(monkeypatch, sft, "step_optimizer")
+    train_script(sft, tmp_path, num_steps=1, save_every=1)
+    sft.main(parse(sft, resume=tmp_path / "run", num_steps=2, weight_decay=0.5))
+    used = [optimizer for (_, optimizer, *_), _ in calls]
+    assert [optimizer.param_groups[0]["weight_decay"] for optimizer in used] == [0.1, 0.5]
 
 
 def test_checkpoints_go_from_script_to_script(tmp_path):
