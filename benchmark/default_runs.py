@@ -11,22 +11,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from statistics import mean
 
-from records import (
-    DOCS,
-    RESULTS,
-    ROOT,
-    execute,
-    fill,
-    first_and_last,
-    make_run,
-    read_metrics,
-    read_records,
-    spread,
-    table,
-    work,
-    write_record,
-)
+from records import DOCS, RESULTS, ROOT, fill, first_and_last, make_run, read_records, spread, table, work, write_record
 
 RECORDS, FOLDER = RESULTS / "default_runs.jsonl", Path("runs", "defaults")
 SCRIPTS = ["reinforce", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "grpo_process", "grpo_tools"]
@@ -53,12 +40,11 @@ def run(script, seed):
     command = f"python {script}.py --eval-every {EVAL_EVERY.get(script, 3)} --seed {seed}"
     record = make_run(script, seed, command, folder)
     if script == "dpo":
-        before = ["models/tiny", f"{folder}_before"]
-        after = [f"{folder}/checkpoint-000064", f"{folder}_after"]
         steps = {}
-        for step, (model, other) in (("0", before), ("64", after)):
-            execute(f"python grpo.py --tiny --model {model} --num-steps 0", Path(other))
-            steps[step] = read_metrics(Path(other))["eval/accuracy"]["0"]
+        for step, model in (("0", "models/tiny"), ("64", f"{folder}/checkpoint-000064")):
+            evaluation = f"python grpo.py --tiny --model {model} --num-steps 0"
+            evaluated = make_run(script, seed, evaluation, Path(f"{folder}_{step}"))
+            steps[step] = evaluated["metrics"]["eval/accuracy"]["0"]
         record["metrics"]["eval/accuracy"] = steps
     if script == "sft":  # of 2,200 steps, those with an evaluation
         record["metrics"] = {name: values for name, values in record["metrics"].items() if name.startswith("eval/")}
@@ -70,12 +56,13 @@ def table_of_all(records):
     """Return the table of docs/results.md: what each script's evaluations say before and after training."""
     lines = []
     for script in SCRIPTS:
-        own = [records[script, seed] for seed in SEEDS]
-        title, minutes = f"`{script}.py`", f"{max(record['minutes'] for record in own):.1f}"
+        own = [records[script, seed] for seed in SEEDS if (script, seed) in records]
+        title = f"`{script}.py`"
+        minutes = f"{mean(record['minutes'] for record in own):.1f}" if own else ""
         for metric, words in EVALUATED.items():
-            if metric in own[0]["metrics"]:
+            if own and metric in own[0]["metrics"]:
                 before, after = first_and_last(own, metric)
-                lines.append([title, words, f"{sum(before) / len(before):.3f}", spread(after), minutes])
+                lines.append([title, words, f"{mean(before):.3f}", spread(after), minutes])
                 title = minutes = ""
     return table(["script", "on held-out rows", "before", "after", "CPU minutes"], lines)
 

@@ -77,12 +77,16 @@ def run(name, seed):
 
 
 def records_of(records, name):
-    return [records[name, seed] for seed in seeds_of(name)]
+    """Return the records of a run that there are, one per seed."""
+    return [records[name, seed] for seed in seeds_of(name) if (name, seed) in records]
 
 
 def cost(own):
-    """Return the longest CPU minutes and the largest memory of some runs."""
-    return [f"{max(record['minutes'] for record in own):.0f}", f"{max(record['gib'] for record in own):.1f}"]
+    """Return the most CPU minutes and the largest memory of some runs."""
+    return [
+        f"{max(record.get('minutes', 0) for record in own):.0f}",
+        f"{max(record.get('gib', 0) for record in own):.1f}",
+    ]
 
 
 def accuracies(own):
@@ -97,8 +101,8 @@ def instructions_table(records):
     """Return the greedy accuracy on held-out instructions by step."""
     lines = []
     for name, title in BY_STEP.items():
-        own = records_of(records, name)
-        lines.append([title, *map(spread, accuracies(own).values()), *cost(own)])
+        if own := records_of(records, name):
+            lines.append([title, *map(spread, accuracies(own).values()), *cost(own)])
     return table(["", *(f"step {step}" for step in (0, 5, 10, 15, 20)), "CPU minutes", "GiB"], lines)
 
 
@@ -106,9 +110,9 @@ def evaluations_table(records):
     """Return what the evaluations of the other runs say, first and last."""
     lines = []
     for (name, metric), words in EVALUATED.items():
-        own = records_of(records, name)
-        before, after = first_and_last(own, metric)
-        lines.append([f"`{name}.py`", words, spread(before), spread(after), *cost(own)])
+        if own := records_of(records, name):
+            before, after = first_and_last(own, metric)
+            lines.append([f"`{name}.py`", words, spread(before), spread(after), *cost(own)])
     return table(["script", "on held-out data", "before", "after", "CPU minutes", "GiB"], lines)
 
 
