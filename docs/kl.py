@@ -6,39 +6,28 @@ The policy, and the sums over all of its completions, are those of docs/details.
 import re
 from types import SimpleNamespace
 
+import details
 import torch
-from details import (
-    LENGTHS,
-    MASK,
-    PREFIX_OF,
-    ROOT,
-    at_tokens,
-    expect,
-    freeze,
-    new_model,
-    next_logits,
-    probabilities,
-    to_go,
-)
+from details import LENGTHS, MASK, at_tokens, expect, to_go
 
-PAGE = ROOT / "docs" / "kl.md"
+PAGE = details.ROOT / "docs" / "kl.md"
 SIZES = 0.002, 0.02, 0.2  # standard deviations of the noise that is added to the policy's weights to make the reference
 
 
 def make_reference(size):
     """Return the log-probabilities of a model whose weights are those of the policy plus noise (prefixes, V)."""
-    model, generator = new_model(), torch.Generator().manual_seed(2)
+    model, generator = details.new_model(), torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(size * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-        return next_logits(model).log_softmax(-1)
+        return details.next_logits(model).log_softmax(-1)
 
 
 def compare(policy, size):
     """Return the estimators, their coefficients in a gradient, and the true gradients, for a reference with noise."""
     reference = make_reference(size)
     log_ratios = policy.logprobs - reference  # (prefixes, V)
-    k1, chances = at_tokens(log_ratios), probabilities(policy.logprobs)  # (N, T), (N,)
+    k1, chances = at_tokens(log_ratios), details.probabilities(policy.logprobs)  # (N, T), (N,)
     found = SimpleNamespace(logprobs=policy.logprobs, reference=reference, chances=chances)
     found.values = {"k1": k1, "k2": k1**2 / 2, "k3": ((-k1).exp() + k1 - 1)}
     whole = {name: value.sum(1, keepdim=True) for name, value in found.values.items()}  # (N, 1)
@@ -58,7 +47,7 @@ def compare(policy, size):
     found.gradients = {key[:2]: expect(value, chances, policy.scores) for key, value in found.coefficients.items()}
     found.gradient = expect(whole["k1"], chances, policy.scores)
     visits = torch.zeros(len(log_ratios), dtype=torch.float64)
-    visits.index_add_(0, PREFIX_OF.reshape(-1), (chances.unsqueeze(1) * MASK).reshape(-1))
+    visits.index_add_(0, details.PREFIX_OF.reshape(-1), (chances.unsqueeze(1) * MASK).reshape(-1))
     slopes = visits.unsqueeze(1) * policy.logprobs.exp() * log_ratios  # of the divergence after each prefix
     found.token_gradient = torch.einsum("xv,xvp->p", slopes, policy.scores)
     return found
@@ -99,7 +88,7 @@ def size_row(size, found):
 
 def fill(page):
     """Return the page with the rows of its tables computed again."""
-    policy = freeze(new_model())
+    policy = details.freeze(details.new_model())
     found = {size: compare(policy, size) for size in SIZES}
     far = found[SIZES[-1]]
     tables = {"|estimator|": value_rows(far), "|where|": gradient_rows(far)}
