@@ -1,9 +1,8 @@
 """Draw the pictures that explain the scripts: python docs/draw.py
 
-It writes anatomy.png, data_flow.png and family_map.png to docs/pictures.
+It writes data_flow.png and family_map.png to docs/pictures.
 """
 
-import ast
 import io
 import sys
 from pathlib import Path
@@ -19,38 +18,12 @@ import grpo  # noqa: E402, after its folder is on the path
 
 BLUE, ORANGE, BROWN, GREY, PALE = "#d6e8f7", "#fde3bd", "#8a3b00", "#484848", "#f4f4f4"
 CODE = {"family": "DejaVu Sans Mono", "size": 12.5}
-SOURCE = (ROOT / "grpo.py").read_text(encoding="utf-8")
-LINES = SOURCE.splitlines()
 
 
 def table(text):
     return [[cell.strip() for cell in f"{line} ".split(" | ")] for line in text.strip().splitlines()]
 
 
-# The parts of grpo.py in its order: title | names | note
-PARTS = table("""
-    formula | docstring | the paper, a line per symbol, departures from the paper
-    imports | imports RANK WORLD_SIZE HERE
-    settings | Args TINY | every field is a flag; the paper's are the first group
-    reward | is_correct reward_fn score_completions | edit any of them for your task
-    advantages | compute_advantages | from rewards (B,) to advantages (B,)
-    loss | k3 policy_loss | the formula, on tensors (B, L)
-    training loop | main | sample, score, update; the divisor of the loss
-    the line | below
-    answers | parse_answer extract_answer | compared as numbers: 1/2 equals 0.5
-    flags | parse_args init_ranks check_args | and torchrun's ranks
-    data | load_rows read_rows | of files or of the hub, through the chat template
-    model | load_policy load_model find_turn_end | weights, stop tokens
-    precision, ranks | prepare add_rounding_noise | bfloat16, FSDP
-    log-probabilities | Policy head_logprobs | of the tokens of completions
-    runs, resuming | load_sampler open_run max_over_ranks | and the model that samples
-    logging | log_step | metrics.jsonl
-    evaluation | evaluate | reward and accuracy of held-out prompts
-    sampling | sample_completions generate prefill sample_tokens draw | token by token
-    rewards, metrics | sum_parts mean_metrics | means over microbatches and ranks
-    rollout | copy_weights pick_rows | the policy's weights to the sampler, and the order of rows
-    update | compute_logprobs microbatches select step_optimizer | around the loss
-    samples, saving | log_group save | samples.jsonl, checkpoint-STEP/""")
 # The data of a step: variables | shape | the function that makes the next | note
 FLOW = table("""
     rows | {prompts_per_step} prompts, group_size {group_size} of each: B = {B} rows | generate | token by token
@@ -81,29 +54,6 @@ FAMILY = table("""
     grpo | GRPO | prompt, answer | reinforce | clipped ratio of the token; advantage / std; KL: k3, in the loss
     reinforce | REINFORCE | prompt, answer""")
 COLOURS = {"prompt, answer": BLUE, "prompt": "#f6dcea", "prompt, completion": "#cdeee1"}  # else orange
-
-
-def spans():
-    """Return {name: (first line, last line)} of what grpo.py defines, with its docstring, imports and line."""
-    docstring, *nodes = ast.parse(SOURCE).body
-    found = {"docstring": (1, docstring.end_lineno)}
-    for node in nodes:
-        first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
-        name = getattr(node, "name", None) or ast.unparse(getattr(node, "targets", [node])[0])
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            name = "imports"
-        found.setdefault(name, (first, node.end_lineno))
-    below = 1 + [line[:12] for line in LINES].index("# ---- below")
-    return found | {"below": (below, below)}
-
-
-def anatomy():
-    """Return PARTS, with the first and the last line of each."""
-    own, found = spans(), []
-    for title, names, *note in PARTS:
-        names = names.split()
-        found.append((title, names, "".join(note), own[names[0]][0], own[names[-1]][1]))
-    return found
 
 
 def flow():
@@ -139,34 +89,6 @@ class Picture:  # its unit is a pixel at a width of 900, and y points down
         self.axes.figure.savefig(data, dpi=160)
         info.add_itxt("drawn", repr(shown))  # a test compares it
         Image.open(data).convert("RGB").quantize(32).save(PICTURES / f"{name}.png", optimize=True, pnginfo=info)
-
-
-def draw_anatomy():
-    rows, above = anatomy(), spans()["below"][0] - 1
-    below = len(LINES) - above
-    about = "lines, parts and names of functions; below the line, the parts follow the order of use"
-    height = 1072
-    picture, y = Picture(height, "The anatomy of a script: grpo.py", about), 84
-    middle = 24 + 852 * above / (above + below)
-    picture.box(24, y, middle - 26, 34, ORANGE)
-    picture.box(middle + 2, y, 876 - middle - 2, 34, BLUE)
-    picture.text(34, y + 17, f"{above} lines", weight="bold")
-    picture.text(middle + 12, y + 17, f"{below} of {above + below} lines: copies that scripts share", weight="bold")
-    y += 50
-    for title, names, note, first, last in rows:
-        if names == ["below"]:
-            picture.text(34, y + 12, f"{first}  {LINES[above]}", color=BROWN, weight="bold", **CODE)
-            y += 30
-            picture.box(24, y, 852, height - y - 12, BLUE)
-            continue
-        if first < above:
-            picture.box(24, y, 852, 43, ORANGE)
-        picture.text(34, y + 13, f"{first}–{last}", **CODE)
-        picture.text(134, y + 13, title, weight="bold")
-        picture.text(300, y + 13, note)
-        picture.text(134, y + 30, "  ".join(names), **CODE)
-        y += 47 if first < above else 40
-    picture.save("anatomy", rows)
 
 
 def draw_flow():
@@ -218,6 +140,5 @@ def draw_family():
 
 
 if __name__ == "__main__":
-    draw_anatomy()
     draw_flow()
     draw_family()

@@ -38,6 +38,12 @@ def edited(source, edits, path):
     return load_module(path)
 
 
+def test_the_table_has_all_functions_in_their_order():
+    table = PAGE.partition("\n| part |")[2].partition("\n\n")[0]
+    functions = re.findall(r"^(?:def|class) (\w+)", SOURCE, re.M)
+    assert [name for name in re.findall(r"`(\w+)`", table) if name in functions] == functions
+
+
 def test_functions_need_what_the_page_says():
     imports = re.findall(r"^(?:from \S+ )?import (\S+)(?: as \S+)?$", SOURCE, re.M)
     names = {*imports, *split(SOURCE)}
