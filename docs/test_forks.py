@@ -6,27 +6,29 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
+import details
 import pytest
 import torch
 from processes import run_on_ranks
 from sync_copies import MARKER
+from test_fork import edited
 from toy import (
     LOSS,
     ROOT,
     add_pairs,
-    build_model,
     call,
     gradient_of,
     load_module,
-    pad,
     parse,
     read_jsonl,
     read_oracle,
-    relative_error,
     tensor,
     write_jsonl,
 )
+from toy import relative_error as error
 from transformers import AutoTokenizer
 
 import dpo
@@ -46,31 +48,15 @@ each_fork = pytest.mark.parametrize("name", SCRIPTS)
 
 @pytest.fixture(scope="module")
 def rows():
-    """Every completion of two prompts, of up to three of five tokens of which 1 ends it; probabilities have a graph."""
-    model = build_model("llama", vocab_size=5)
-    completions = [list(tokens) for length in (1, 2, 3) for tokens in itertools.product(range(5), repeat=length)]
-    completions = [ids for ids in completions if 1 not in ids[:-1] and (ids[-1] == 1 or len(ids) == 3)]
-    ids, mask = pad(*zip(*itertools.product([[2, 3], [4, 1, 0, 2]], completions)))
-    logprobs = model(ids).logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
-    logprobs = torch.nn.functional.pad(logprobs, (1, 0)) * mask  # (R, L)
-    probabilities = logprobs.sum(1).exp()
-    assert probabilities.sum().item() == pytest.approx(2)
-    rewards = ((ids.sum(1) + mask.sum(1)) % 3).double()
-    means = (probabilities.detach() * rewards).view(2, -1).sum(1)
-    return {
-        "model": model,
-        "mask": mask,
-        "logprobs": logprobs,
-        "probabilities": probabilities,
-        "rewards": rewards,
-        "advantages": rewards - means.repeat_interleave(len(completions)),
-        "lengths": mask.sum(1),
-    }
+    """The model of docs/details.py, and all of its completions; their log-probabilities (N, T) have a graph."""
+    model = details.new_model()
+    logprobs = details.at_tokens(details.next_logits(model).log_softmax(-1))
+    return SimpleNamespace(model=model, logprobs=logprobs, probabilities=logprobs.sum(1).exp(), right=details.REWARDS)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Make a folder with the current scripts, the bundled models, and the forks that the pages' commands create."""
+def forks(tmp_path_factory):
+    """Make a folder with the scripts and the forks that the pages' commands create, as {name: module}."""
     folder = tmp_path_factory.mktemp("forks")
     for name in ("docs", "models", "data"):
         (folder / name).symlink_to(ROOT / name)
@@ -79,13 +65,11 @@ def folder(tmp_path_factory):
         command = COPY.format(name, script.__name__)
         assert command in PAGES[name]
         subprocess.run(["sh", "-c", command], cwd=folder, check=True)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def forks(folder):
-    """Import the forks as {name: module}."""
     return {name: load_module(folder / f"my_{name}.py") for name in SCRIPTS}
+
+
+def source_of(module):
+    return Path(module.__file__).read_text(encoding="utf-8")
 
 
 # ---- losses by hand and exact gradients; each check must fail on the wrong versions below
@@ -103,20 +87,23 @@ def check_maxrl(fork, rows):
     rewards = tensor([1, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1, 1])
     expected = tensor([3, -1, -1, -1, 1 / 3, 1 / 3, 1 / 3, -1, 0, 0, 0, 0, 0, 0, 0, 0])
     torch.testing.assert_close(fork.compute_advantages(rewards, 4), expected, rtol=1e-12, atol=1e-12)
-    right = rows["rewards"] == 1
-    p = (rows["probabilities"] * right).view(2, -1).sum(1)  # (2,), per prompt
-    exact = gradient_of(rows["model"], -((1 - p) + (1 - p) ** 2 / 2).sum())
+    p = rows.probabilities @ rows.right
+    exact = gradient_of(rows.model, -(1 - p) - (1 - p) ** 2 / 2)
     groups = tensor([*itertools.product([0, 1], repeat=3)])  # (8, 3)
     own = fork.compute_advantages(groups.flatten(), 3).view(8, 3)[:, 0]  # (8,), of the first in each group
     others = groups[:, 1:].sum(1)
-    p = p.detach().unsqueeze(1)
-    chances = p**others * (1 - p) ** (2 - others)  # (2, 8), the probability of the two others
-    mean = [(chances * own)[:, groups[:, 0] == kind].sum(1).repeat_interleave(len(right) // 2) for kind in (0, 1)]
-    # The loss is linear in advantages. Multiply by the lengths, because it is a mean over each completion.
-    advantages = torch.where(right, mean[1], mean[0]) * rows["probabilities"].detach() * rows["lengths"]
-    logprobs = rows["logprobs"]
-    loss, _ = loss_of(fork, logprobs, logprobs.detach(), advantages, rows["mask"])
-    assert relative_error(gradient_of(rows["model"], loss), -exact) < 1e-9
+    chances = p.detach() ** others * (1 - p.detach()) ** (2 - others)  # (8,), the probability of the two others
+    wrong, right = ((chances * own)[groups[:, 0] == kind].sum() for kind in (0, 1))
+    assert (
+        error(expected_gradient(fork, rows, torch.where(rows.right > 0, right, wrong) * details.LENGTHS), exact) < 1e-9
+    )
+
+
+def expected_gradient(fork, rows, advantages, **settings):
+    """Return minus the mean gradient of a loss that is linear in advantages, where nothing has moved."""
+    weighed = advantages * rows.probabilities.detach()
+    loss, _ = loss_of(fork, rows.logprobs, rows.logprobs.detach(), weighed, details.MASK.bool(), **settings)
+    return -gradient_of(rows.model, loss)
 
 
 def check_dppo(fork, rows):
@@ -132,11 +119,9 @@ def check_dppo(fork, rows):
     torch.testing.assert_close(logprobs.grad, expected, rtol=1e-12, atol=1e-15)
     assert [metrics[f"policy/clip_fraction_{side}"] for side in ("low", "high")] == [(1, 6), (1, 6)]
     # If nothing has moved, it is the gradient of the expected reward, divided by each completion's length.
-    logprobs = rows["logprobs"]
-    advantages = rows["advantages"] * rows["probabilities"].detach()
-    loss, _ = loss_of(fork, logprobs, logprobs.detach(), advantages, rows["mask"], clip_eps=0.15)
-    exact = gradient_of(rows["model"], (rows["probabilities"] * rows["advantages"] / rows["lengths"]).sum())
-    assert relative_error(gradient_of(rows["model"], loss), -exact) < 1e-9
+    advantages = rows.right - (rows.probabilities @ rows.right).detach()
+    exact = gradient_of(rows.model, (rows.probabilities * advantages / details.LENGTHS).sum())
+    assert error(expected_gradient(fork, rows, advantages, clip_eps=0.15), exact) < 1e-9
 
 
 def check_gdpo(fork, *_):
@@ -211,7 +196,7 @@ def check_ptx(fork, *_):
         logprobs = policy.model(torch.tensor([line])).logits[0, :-1].log_softmax(-1)
         likelihoods.append(logprobs[range(len(line) - 1), line[1:]])
     mean = torch.cat(likelihoods).mean()
-    assert relative_error(found, gradient_of(policy.model, -0.7 * mean)) < 1e-4
+    assert error(found, gradient_of(policy.model, -0.7 * mean)) < 1e-4
     [(total, count)] = add_pairs(metrics).values()
     assert total / count == pytest.approx(-mean.item(), rel=1e-4)
 
@@ -260,12 +245,10 @@ def test_loss_by_hand_and_exact_gradient(name, forks, rows):
 
 @pytest.mark.parametrize("name, old, new", WRONG)
 @pytest.mark.usefixtures("alone")
-def test_a_wrong_loss_is_caught(name, old, new, folder, tmp_path, rows):
-    source = (folder / f"my_{name}.py").read_text(encoding="utf-8")
-    assert source.count(old) == 1
-    (tmp_path / "wrong.py").write_text(source.replace(old, new), encoding="utf-8")
+def test_a_wrong_loss_is_caught(name, old, new, forks, tmp_path, rows):
+    wrong = edited(source_of(forks[name]), {old: new}, tmp_path / "wrong.py")
     with pytest.raises(AssertionError):
-        CHECKS[name](load_module(tmp_path / "wrong.py"), rows)
+        CHECKS[name](wrong, rows)
 
 
 # ---- training
@@ -320,8 +303,9 @@ my_ptx.dist.destroy_process_group()
 """
 
 
-def test_gdpo_and_ptx_divide_by_numbers_of_all_ranks(folder, tmp_path, monkeypatch):
+def test_gdpo_and_ptx_divide_by_numbers_of_all_ranks(forks, tmp_path, monkeypatch):
     """Of GDPO's groups one rank has two and the other has one; the texts of PPO-ptx differ in length."""
+    folder = Path(forks["ptx"].__file__).parent
     monkeypatch.setattr(sys, "argv", ["ranks.py", str(folder), str(tmp_path)])
     monkeypatch.setattr(sys, "path", [*sys.path])
     exec(RANKS, {})
@@ -330,13 +314,12 @@ def test_gdpo_and_ptx_divide_by_numbers_of_all_ranks(folder, tmp_path, monkeypat
     [(advantages, gradient), *ranks] = [torch.load(tmp_path / f"{name}.pt") for name in ("10", "20", "21")]
     found = torch.cat([own for own, _ in ranks])
     torch.testing.assert_close(found, advantages, rtol=1e-12, atol=0)
-    assert all(relative_error(own, gradient) < 1e-5 for _, own in ranks)
+    assert all(error(own, gradient) < 1e-5 for _, own in ranks)
 
 
 @each_fork
-def test_forks_edit_nothing_below_the_line(name, folder):
-    source = (ROOT / f"{SCRIPTS[name].__name__}.py").read_text(encoding="utf-8")
-    changed = (folder / f"my_{name}.py").read_text(encoding="utf-8")
+def test_forks_edit_nothing_below_the_line(name, forks):
+    source, changed = source_of(SCRIPTS[name]), source_of(forks[name])
     assert changed != source and changed.partition(MARKER)[2] == source.partition(MARKER)[2]
     assert f"](forks/{name}.md)" in INTRODUCTION
 
@@ -370,9 +353,6 @@ def check_short(name, script):
 @pytest.mark.parametrize("name", ["SAPO", "IcePop", "MC-GRPO", "REINFORCE++"])
 def test_forks_of_one_line_are_those_of_their_papers(name, tmp_path):
     old, new = ONE_LINE[name]
-    source = (ROOT / "grpo.py").read_text(encoding="utf-8")
-    assert source.count(old) == 1
-    (tmp_path / "short.py").write_text(source.replace(old, new), encoding="utf-8")
-    check_short(name, load_module(tmp_path / "short.py"))
+    check_short(name, edited(source_of(grpo), {old: new}, tmp_path / "short.py"))
     with pytest.raises(AssertionError):
         check_short(name, grpo)
