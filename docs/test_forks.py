@@ -94,9 +94,8 @@ def check_maxrl(fork, rows):
     others = groups[:, 1:].sum(1)
     chances = p.detach() ** others * (1 - p.detach()) ** (2 - others)  # (8,), the probability of the two others
     wrong, right = ((chances * own)[groups[:, 0] == kind].sum() for kind in (0, 1))
-    assert (
-        error(expected_gradient(fork, rows, torch.where(rows.right > 0, right, wrong) * details.LENGTHS), exact) < 1e-9
-    )
+    advantages = torch.where(rows.right > 0, right, wrong) * details.LENGTHS
+    assert error(expected_gradient(fork, rows, advantages), exact) < 1e-9
 
 
 def expected_gradient(fork, rows, advantages, **settings):
@@ -201,28 +200,18 @@ def check_ptx(fork, *_):
     assert total / count == pytest.approx(-mean.item(), rel=1e-4)
 
 
-CHECKS = {
-    "maxrl": check_maxrl,
-    "dppo": check_dppo,
-    "gdpo": check_gdpo,
-    "ipo": check_ipo,
-    "simpo": check_simpo,
-    "ptx": check_ptx,
-}
+CHECKS = {"maxrl": check_maxrl, "dppo": check_dppo, "gdpo": check_gdpo}
+CHECKS |= {"ipo": check_ipo, "simpo": check_simpo, "ptx": check_ptx}
 GROUP_STD, MOVED, PARTS = "groups.std(1, keepdim=True)", "advantages.sign() * moved", "scores], dtype=torch.float64)"
 WRONG = [  # (fork, old text, new text)
     ("maxrl", "mean.clamp(min=1e-4)", GROUP_STD),
     ("maxrl", "(groups - mean)", "groups"),
-    ("maxrl", "groups.mean(1, keepdim=True)  #", "groups.mean().expand(len(groups), 1)  #"),
     ("dppo", MOVED, "advantages.sign() * (ratio - 1)"),
     ("dppo", MOVED, "moved.abs()"),
     ("dppo", "torch.where(outside, 0.0, -ratio * advantages)", "-ratio * advantages"),
     ("dppo", "torch.where(mask, weight * token_loss, 0.0)", "weight * token_loss"),
-    ("dppo", "-ratio * advantages", "-advantages * logprobs"),
     ("gdpo", PARTS, f"{PARTS}.sum(1, keepdim=True)"),
-    ("gdpo", GROUP_STD, "groups.std((0, 1), keepdim=True)"),
     ("gdpo", "advantages / (mean_metrics(", "advantages  # ("),
-    ("gdpo", "len(scores) - 1 / WORLD_SIZE", "len(scores)"),
     ("gdpo", "torch.where(equal, 0.0, advantages)", "advantages"),
     ("ipo", "(margins - 0.5)", "(margins - 1.0)"),
     ("ipo", "(margins - 0.5) ** 2 / beta**2", "(margins / beta - 0.5) ** 2"),
@@ -233,7 +222,6 @@ WRONG = [  # (fork, old text, new text)
     ("ptx", "loss = -logprobs.sum()", "loss = logprobs.sum()"),
     ("ptx", "mask, 1.0)", "mask, args.temperature)"),
     ("ptx", "loss / num_tokens", "loss / mask.sum()"),
-    ("ptx", "torch.arange(len(text)) > 0", "torch.arange(len(text)) > 1"),
 ]
 
 
