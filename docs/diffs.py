@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # {script: (its nearest relative, the functions in which they differ or that it adds)}
 RELATIVES = {
     "grpo": ("reinforce", ["compute_advantages", "policy_loss"]),
-    "reinforce": ("grpo", ["compute_advantages", "policy_loss"]),
+    "reinforce": ("sft", ["compute_advantages", "policy_loss"]),
     "dr_grpo": ("grpo", ["compute_advantages", "policy_loss"]),
     "dapo": ("grpo", ["has_signal", "policy_loss"]),
     "gspo": ("grpo", ["policy_loss"]),
@@ -20,7 +20,7 @@ RELATIVES = {
     "gkd": ("grpo", ["token_divergence", "distillation_loss"]),
     "ppo_rlhf": ("grpo", ["token_rewards", "compute_advantages", "value_loss"]),
     "dpo": ("reward_model", ["preference_loss", "pair_loss"]),
-    "reward_model": ("dpo", ["preference_loss", "pair_loss"]),
+    "reward_model": ("sft", ["preference_loss", "pair_loss"]),
     "sft": ("dpo", ["completion_loss", "batch_loss"]),
 }
 
