@@ -1,11 +1,15 @@
 """Tests that diffs against grpo.py stay small, and that a row of docs/side_by_side.md is that of the scripts."""
 
 import importlib
+import inspect
 import re
 import subprocess
 
+import diffs
 import pytest
 from sync_copies import ROOT
+
+import grpo
 
 # {(script, other script): (maximum lines added, maximum lines removed)}, of whole files. These are alarms, not goals.
 BUDGETS = {"dr_grpo": (41, 51), "gspo": (49, 60), "dapo": (104, 64), "reinforce": (71, 127)}
@@ -40,3 +44,17 @@ def test_the_page_has_the_updates_per_rollout_of_the_defaults():
     for script, numbers in found.items():
         module = importlib.import_module(script)
         assert numbers == f"{updates_per_rollout(module.TINY)}, {updates_per_rollout(module.Args())}", script
+
+
+@pytest.mark.parametrize("script", diffs.RELATIVES)
+def test_a_page_begins_with_the_diff_of_its_script(script):
+    page = (ROOT / "docs" / f"{script}.md").read_text(encoding="utf-8")
+    assert page == diffs.fill(page, script) and len(diffs.diff(script).splitlines()) <= 60
+    assert f"[`{diffs.RELATIVES[script][0]}.py`]" in page.partition("<!-- diff -->")[0]
+
+
+def test_the_loss_on_the_first_page_is_that_of_the_script():
+    loss = re.search("```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)[1]
+    assert len(loss.splitlines()) == 10 and all(
+        line in inspect.getsource(grpo.policy_loss) for line in loss.splitlines()
+    )

@@ -1,15 +1,13 @@
 """Tests that what the pages name exists, from links to metrics, and that tables are what was measured."""
 
-import csv
 import dataclasses
 import importlib
-import json
 import re
 from pathlib import Path
 from statistics import fmean
 
-import default_runs
 import pytest
+from records import read_records
 from test_policy import FAMILIES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,7 +23,7 @@ FLAGS = {
     for name in SCRIPTS
 }
 SOURCES = {name: (ROOT / f"{name}.py").read_text(encoding="utf-8") for name in SCRIPTS}
-PROGRAMS = [path for path in ROOT.glob("*/*.py") if path.parent.name != "studies"]
+PROGRAMS = [*ROOT.glob("*/*.py")]
 EVERYTHING = "\n".join([*SOURCES.values(), *(path.read_text(encoding="utf-8") for path in PROGRAMS)])
 EVERYTHING += " ".join(path.name for path in (ROOT / "tests").iterdir()) + " nan_to_num model_type deepseek_v4"
 GROUPS = "(eval|policy|rollout|reward|loss|optim|pair|value|score|perf)/"
@@ -33,7 +31,7 @@ METRICS = [found[0] for found in re.findall(rf'"({GROUPS}[^"]+)"', "".join(SOURC
 METRICS = "|".join(re.sub(r"\\{.*?\\}", r"[\\w@]+", re.escape(metric)) for metric in {*METRICS})
 METRICS += "|reward/(NAME|right|format|clear)"  # parts of the rewards of docs/data.md and docs/fork.md
 # Files that the reader or a command creates.
-MADE = re.compile(r"^runs/|(^|/)(test_)?my_|[*<]|SCRIPT|NAME|VARIANT|grpo_vs_trl.json$|elsewhere")
+MADE = re.compile(r"^runs/|(^|/)(test_)?my_|[*<]|SCRIPT|NAME|VARIANT|elsewhere")
 OF_OTHERS = {"CHANGELOG.md", "docs/details.md"}  # they name removed flags, and options of other code bases
 
 each_page = pytest.mark.parametrize("page", PAGES)
@@ -146,52 +144,18 @@ def is_shown_as(number, text):
     return abs(number - float(text)) <= 0.5001 * 10.0 ** -len(text.partition(".")[2])
 
 
-def table_rows(text):
-    return [[cell.strip() for cell in line[1:-1].split("|")] for line in text.splitlines() if line.startswith("|")]
-
-
-def test_tables_of_the_default_runs_are_those_of_the_csv():
-    filled = default_runs.filled_pages(default_runs.read_rows())
-    assert [path.name for path, text in filled.items() if path.read_text(encoding="utf-8") != text] == []
-
-
-def test_the_table_against_trl_is_that_of_the_measurements():
-    """A row with seconds has a results file. The others, of which no file was kept, have only a ratio."""
-    expected = []
-    for file in sorted((ROOT / "benchmark" / "results").glob("grpo_vs_trl_*.json")):
-        found = json.loads(file.read_text())
-        for result in found["results"].values():
-            sides = [result["summary"][side] for side in ("ours", "trl", "ratio")]
-            numbers = [side[key] for key in ("step_seconds", "peak_gib") for side in sides]
-            expected.append([found["threads"], sides[0]["timed_steps"], *numbers])
-    section = PAGES["docs/results.md"].partition("## Against TRL\n")[2].partition("\n## ")[0]
-    measured = [numbers for _, _, *numbers in table_rows(section)[2:] if all(numbers)]
-    assert len(measured) == len(expected)
-    for numbers in measured:
-        assert any(all(map(is_shown_as, values, numbers)) for values in expected), numbers
-
-
-def test_the_table_of_what_trl_learns_is_that_of_the_measurements():
-    found = json.loads((ROOT / "benchmark/results/grpo_vs_trl_learning.json").read_text())["results"]["learning"]
-    section = PAGES["docs/results.md"].partition("## What grpo.py and TRL learn\n")[2]
-    for side, row in zip(("ours", "trl"), table_rows(section)[2:], strict=True):
-        for metric, cell in zip(("eval/accuracy", "eval/pass@1"), row[1:], strict=True):
-            values = [run[metric] for run in found["runs"] if run["side"] == side]
-            said = fmean(values), min(values), max(values)
-            assert all(map(is_shown_as, said, re.findall(r"\d+\.\d+", cell))), (side, metric, said)
-
-
 def test_the_table_of_normal_runs_is_that_of_the_runs():
-    files = "default_runs", "real_model", "real_model", "real_model"
-    runs = list(zip(files, ("grpo", "instructions", "grpo", "one_sentence")))
+    """Means over the first and the last five steps of three seeds."""
+    runs = {}
+    for file, name in (("default_runs", "grpo"), ("real_model", "instructions")):
+        records = read_records(ROOT / "benchmark" / "results" / f"{file}.jsonl")
+        runs[name] = [record["metrics"] for (other, _), record in records.items() if other == name]
     table = re.search(r"<!-- normal runs -->(.*?)<!-- end -->", PAGES["docs/is_this_normal.md"], re.S)[1]
-    for metric, *cells in table_rows(table)[2:]:
-        for (file, name), cell in zip(runs, cells, strict=True):
-            with open(ROOT / "benchmark" / "results" / f"{file}.csv", newline="") as rows:
-                found = [row for row in csv.DictReader(rows) if name in (row.get("run"), row.get("script"))]
-            found = [row for row in found if not row.get("look") and row.get(metric.strip("`")) and row["step"] != "0"]
-            seeds = sorted({row["seed"] for row in found})
-            values = [[float(row[metric.strip("`")]) for row in found if row["seed"] == seed] for seed in seeds]
-            numbers = re.findall(r"[\d.]+", cell)
-            said = [fmean(fmean(run[part]) for run in values) for part in (slice(5), slice(-5, None)) if numbers]
-            assert len(said) == len(numbers) and all(map(is_shown_as, said, numbers)), (metric, name, said, cell)
+    rows = [[cell.strip("` ") for cell in line[1:-1].split("|")] for line in table.splitlines() if "→" in line]
+    assert len(rows) > 5
+    for metric, *cells in rows:
+        for own, cell in zip(runs.values(), cells, strict=True):
+            said = re.findall(r"[\d.]+", cell)
+            values = [list(metrics[metric].values()) for metrics in own if said]
+            means = [fmean(fmean(one[part]) for one in values) for part in (slice(5), slice(-5, None)) if said]
+            assert all(map(is_shown_as, means, said)), (metric, said, means)
