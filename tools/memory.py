@@ -192,9 +192,8 @@ def main():
         print(f"{name:45}" + "".join(f"{peak / 1e9:9.1f}" for peak in peaks))
     if args.gpu_gb:
         found = find_flags(config, settings, args.gpu_gb, args.ranks) or "more GPUs, or shorter completions"
-        print(
-            f"fits in {args.gpu_gb:g} GB" if found == "defaults" else f"too large for {args.gpu_gb:g} GB; use {found}"
-        )
+        said = "fits in" if found == "defaults" else f"needs {found} to fit in"
+        print(f"{said} {args.gpu_gb:g} GB")
 
 
 if __name__ == "__main__":
