@@ -71,37 +71,39 @@ def read_flags(parser):
     return given, script, script.parse_args()
 
 
-def load(given, script, args):
-    """Return the model that samples, its tokenizer, and the rows of the split."""
+def load_model(script, args):
+    """Return the model that samples, and its tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    train_rows, eval_rows = script.load_rows(args, tokenizer)
-    rows = {"test": eval_rows, "train": train_rows, "all": eval_rows + train_rows}[given.split]
-    if not rows:
-        raise SystemExit("no rows are held out: use --split all, or set --eval-prompts")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(args.seed)
-    return script.load_sampler(args, tokenizer, device), tokenizer, rows
+    return script.load_sampler(args, tokenizer, device), tokenizer
 
 
-def open_new(path, kind):
-    """Open a file for writing, by default a new one in runs/."""
+def load_split(script, args, tokenizer, split):
+    """Return the rows of --split."""
+    train_rows, eval_rows = script.load_rows(args, tokenizer)
+    rows = {"test": eval_rows, "train": train_rows, "all": eval_rows + train_rows}[split]
+    if not rows:
+        raise SystemExit("no rows are held out: use --split all, or set --eval-prompts")
+    return rows
+
+
+def new_path(path, kind):
+    """Return the path of a file to write, by default of a new one in runs/, whose folder exists."""
     path = Path(path or f"runs/{kind}__{datetime.now():%Y%m%d-%H%M%S}.jsonl")
     path.parent.mkdir(parents=True, exist_ok=True)
-    return path.open("w")
+    return path
 
 
 def complete(script, sampler, tokenizer, rows, count, temperature, args):
-    """Yield each row with its completions (pairs of a text and whether it was cut off), with a progress bar."""
+    """Yield batches: a row for each completion (count per prompt), the texts, and whether each was cut off."""
     size = max(1, args.rollout_batch_size // count)  # prompts at once
     with tqdm(total=len(rows) * count, unit="completion") as progress:
         for start in range(0, len(rows), size):
-            part = rows[start : start + size]
-            repeated = [row for row in part for _ in range(count)]
-            batch, texts = script.sample_completions(sampler, tokenizer, repeated, temperature, args)
-            pairs = list(zip(texts, batch["truncated"].tolist()))
-            progress.update(len(pairs))
-            for place, row in enumerate(part):
-                yield row, pairs[place * count : (place + 1) * count]
+            part = [row for row in rows[start : start + size] for _ in range(count)]
+            batch, texts = script.sample_completions(sampler, tokenizer, part, temperature, args)
+            progress.update(len(part))
+            yield part, texts, batch["truncated"].tolist()
 
 
 def pass_at_k(num_samples, num_correct, k):
@@ -111,15 +113,14 @@ def pass_at_k(num_samples, num_correct, k):
 
 def evaluate(script, sampler, tokenizer, rows, count, temperature, args, file):
     """Return how many of the completions of each prompt are correct, and write them all to a file."""
-    counts = []
-    for row, pairs in complete(script, sampler, tokenizer, rows, count, temperature, args):
-        correct = [script.is_correct(text, row["answer"]) for text, _ in pairs]
-        for (text, truncated), right in zip(pairs, correct):
+    correct = []
+    for part, texts, truncated in complete(script, sampler, tokenizer, rows, count, temperature, args):
+        for row, text, cut_off in zip(part, texts, truncated):
+            correct.append(script.is_correct(text, row["answer"]))
             line = {"prompt": row["prompt"], "answer": row["answer"], "temperature": temperature}
-            line |= {"completion": text, "truncated": truncated, "correct": right}
+            line |= {"completion": text, "truncated": cut_off, "correct": correct[-1]}
             file.write(json.dumps(line, default=str) + "\n")  # an answer may be a date
-        counts.append(sum(correct))
-    return counts
+    return [sum(correct[start : start + count]) for start in range(0, len(correct), count)]
 
 
 def main():
@@ -130,16 +131,16 @@ def main():
     ks = given.k or [2**power for power in range(given.samples.bit_length())]
     if max(ks, default=0) > given.samples:
         parser.error("--k must be at most --samples")
-    sampler, tokenizer, rows = load(given, script, args)
-    with open_new(given.out, "evaluation") as file:
+    sampler, tokenizer = load_model(script, args)
+    rows = load_split(script, args, tokenizer, given.split)
+    path = new_path(given.out, "evaluation")
+    with path.open("w") as file:
         results = {"greedy accuracy": evaluate(script, sampler, tokenizer, rows, 1, 0.0, args, file)}
         if given.samples:
             counts = evaluate(script, sampler, tokenizer, rows, given.samples, args.temperature, args, file)
         for k in ks:
             results[f"pass@{k}"] = [pass_at_k(given.samples, count, k) for count in counts]
-    print(
-        f"{len(rows)} prompts, {given.samples} samples each at temperature {args.temperature:g}; written: {file.name}"
-    )
+    print(f"{len(rows)} prompts, {given.samples} samples of each at temperature {args.temperature:g}; written: {path}")
     print(f"{'':16}{'mean':>8}{'standard error':>16}")
     for name, values in results.items():
         print(f"{name:16}{fmean(values):8.3f}{stdev(values) / sqrt(len(values)):16.3f}")
