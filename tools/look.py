@@ -1,6 +1,6 @@
 """Write an HTML page with the settings, curves and completions of a run: python tools/look.py runs/my_run
 
-The page is runs/my_run/look.html. To go to a step, use the slider or the arrow keys, or click on a curve.
+The page is runs/my_run/look.html. To go to a step, use the slider or click on a curve.
 """
 
 import argparse
@@ -105,12 +105,6 @@ function render() {
 }
 const go = (step) => { $("step").value = step; $("query").value = ""; render(); };
 document.oninput = (event) => (event.target.id === "step" ? go(event.target.value) : render());
-document.onkeydown = (event) => {
-  const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-  if (!by || event.target.id === "query" || event.altKey || event.ctrlKey || event.metaKey) return;
-  event.preventDefault();
-  go(+$("step").value + by);
-};
 $("mark").disabled = !sampled.length;
 render();
 </script>
@@ -119,33 +113,25 @@ render();
 
 def gather(folder):
     """Return the data of a run that the page shows."""
-    run, root = read_run(folder), Path(__file__).resolve().parents[1]
-    settings = [("script", run.script)]
-    for name, value in run.args.items():
-        if name != "run_dir" and str(value) not in ("None", "False", ""):
-            settings.append((name, str(value).removeprefix(f"{root}/")))
-    panels = [(key, PANELS.get(key, key)) for key in choose_metrics({run.name: [run]})]
+    run = read_run(folder)
+    if run is None:
+        raise SystemExit(f"{folder} has no metrics")
+    shown = {"script": run.script} | run.settings
+    settings = [(name, str(value)) for name, value in shown.items() if str(value) not in ("None", "False", "")]
+    panels = [(key, PANELS.get(key, key)) for key in choose_metrics([run])]
     rows = {name: read_rows(run.folder / f"{name}.jsonl") for name in ("metrics", "samples")}
     return {"name": run.name, "settings": settings, "panels": panels} | rows
 
 
-def main(args):
-    path = Path(args.out or Path(args.run) / "look.html")
-    # Without "<", no text of a run can end the script element that contains it.
-    page = PAGE.replace("@RUN@", json.dumps(gather(args.run)).replace("<", "\\u003c"))
-    try:
-        path.write_text(page)
-    except OSError as error:
-        raise SystemExit(f"{path}: {error}") from None
-    print(f"written: {path}")
-
-
-def parse_args():
+def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", metavar="RUN", help="folder of a run")
-    parser.add_argument("--out", metavar="FILE", help="where to write the page (default: RUN/look.html)")
-    return parser.parse_args()
+    folder = parser.parse_args().run
+    # Without "<", no text of a run can end the script element that contains it.
+    page = PAGE.replace("@RUN@", json.dumps(gather(folder)).replace("<", "\\u003c"))
+    Path(folder, "look.html").write_text(page)
+    print(f"written: {folder}/look.html")
 
 
 if __name__ == "__main__":
-    main(parse_args())
+    main()
