@@ -52,14 +52,12 @@ def import_script(name):
 def make_parser(description):
     """Return a parser of the flags that this tool and tools/sample.py share."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--script", default="grpo", help="a script or a file of yours (default: grpo)")
-    parser.add_argument(
-        "--split",
-        choices=("test", "train", "all"),
-        default="test",
-        help="the held-out rows of the script, its training rows, or both (default: test)",
+    add = parser.add_argument
+    add("--script", default="grpo", help="a script or a file of yours (default: grpo)")
+    add(
+        "--split", choices=("test", "train", "all"), default="test", help="held-out rows (test), training rows, or both"
     )
-    parser.add_argument("--out", help="file for the completions (default: a new file in runs/)")
+    add("--out", help="file for the completions (default: a new file in runs/)")
     return parser
 
 

@@ -51,7 +51,7 @@ def test_a_pair_shows_the_lines_that_difflib_finds(tmp_path):
     """
     _, shown = open_page(tmp_path, write_page(tmp_path, "grpo", "dapo"), "", code)
     left, right = (
-        (ROOT / f"{name}.py").read_text().partition(MARKER)[0].rstrip().split("\n") for name in ("grpo", "dapo")
+        (ROOT / name).read_text().partition(MARKER)[0].rstrip().split("\n") for name in ("grpo.py", "dapo.py")
     )
     found = {"left": set(), "right": set()}
     for tag, i1, i2, j1, j2 in difflib.SequenceMatcher(None, left, right, autojunk=False).get_opcodes():
@@ -115,12 +115,8 @@ def test_functions_of_one_name_stand_side_by_side_and_others_alone():
     }
     assert left["blocks"] == [("lines at the top", 0, 2), ("add", 4, 6), ("last", 8, 10)]
     names = [(ours and ours[0], theirs and theirs[0]) for ours, theirs in compare.match_blocks(left, right)]
-    assert names == [
-        ("lines at the top", "lines at the top"),
-        ("add", "add"),
-        ("last", "last"),
-        (None, "lines after last"),
-    ]
+    top = ("lines at the top", "lines at the top")
+    assert names == [top, ("add", "add"), ("last", "last"), (None, "lines after last")]
 
 
 def test_changed_parts_of_a_line_are_marked():
