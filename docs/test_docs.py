@@ -17,7 +17,17 @@ FOLDERS = (".", "docs", "docs/forks", "benchmark", "models/*", "examples", "test
 PAGES = [page for folder in FOLDERS for page in ROOT.glob(f"{folder}/*.md")]
 PAGES = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in sorted(PAGES)}
 # Flags of torchrun, pip, pytest and git on the pages.
-FOREIGN = {"nproc-per-node", "nnodes", "rdzv-endpoint", "shutdown-timeout", "standalone", "help", "quiet", "durations"}
+FOREIGN = {
+    "nproc-per-node",
+    "nnodes",
+    "rdzv-endpoint",
+    "shutdown-timeout",
+    "standalone",
+    "help",
+    "quiet",
+    "durations",
+    "dist",
+}
 FLAGS = {
     name: {field.name.replace("_", "-") for field in dataclasses.fields(importlib.import_module(name).Args)}
     for name in SCRIPTS
@@ -66,11 +76,14 @@ def flags_of(path):
     """Return the long flags of a Python file of the repository, without their leading dashes."""
     if Path(path).stem in FLAGS:
         return FLAGS[Path(path).stem]
+    path = str((ROOT / path).relative_to(ROOT))
     source = (ROOT / path).read_text(encoding="utf-8")
     declared = {found.replace("_", "-") for found in re.findall(r"^    (\w+): ", source, re.M)}
     declared |= set(re.findall(r'"--([a-z][\w-]*)"', source))
-    if re.search(r"\b(grpo|script)\.parse_args\(\)|SETTINGS", source):  # it takes flags of the scripts
-        declared |= set().union(*FLAGS.values())
+    if path.startswith("examples/") or path in ("tools/memory.py", "tools/evaluate.py", "tools/sample.py"):
+        declared = declared.union(*FLAGS.values())  # they take the flags of scripts
+    if path == "tools/sample.py":
+        declared |= flags_of("tools/evaluate.py")
     return declared
 
 
