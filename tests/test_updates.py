@@ -134,21 +134,12 @@ def test_the_default_command_learns(tmp_path):
     assert lines[0]["eval/accuracy"] < 0.6 and lines[16]["eval/accuracy"] > 0.9
 
 
-def three_steps(script, folder, patch, **settings):
+def three_steps(script, folder, patch):
     """Metrics of three steps with two updates each, of rollouts that are scripted."""
     if hasattr(script, "generate"):
         patch.setattr(script, "generate", Rollouts())
-    args = short(
-        script,
-        folder,
-        num_steps=3,
-        max_completion_length=48,
-        eval_every=3,
-        overlong_buffer=1.0,
-        warmup_steps=4,
-        update_epochs=2,
-        **settings,
-    )
+    sizes = {"num_steps": 3, "max_completion_length": 48, "eval_every": 3, "warmup_steps": 4, "update_epochs": 2}
+    args = short(script, folder, overlong_buffer=1.0, **sizes)
     script.main(args)
     return logged(args.run_dir)
 
@@ -182,32 +173,26 @@ def test_without_an_update_every_ratio_is_exactly_1(name, tmp_path, monkeypatch)
     assert found["metrics"][1]["policy/approx_kl"] == 0.0
 
 
+@pytest.mark.usefixtures("alone")
 def test_dapo_keeps_the_first_groups_with_signal(monkeypatch):
     """Of two prompts a round, and two completions each; the first round has one such group, the second two."""
     dapo = SCRIPTS["dapo"]
-    rewards = {0: [1.0, 1.0], 1: [0.0, 1.0], 2: [1.0, 0.0], 3: [0.0, 1.0]}
+    rewards = {"0": [1.0, 1.0], "1": [0.0, 1.0], "2": [1.0, 0.0], "3": [0.0, 1.0]}
+
+    def sample_completions(_sampler, _tokenizer, rows, *_):
+        return {"ids": torch.tensor([[row["number"]] for row in rows])}, [str(row["number"]) for row in rows]
+
+    def score_completions(texts, _):
+        return [reward for text in texts[::2] for reward in rewards.get(text, [0.0, 0.0])]
+
     monkeypatch.setattr(dapo, "pick_rows", lambda rows, start, count, _: rows[start : start + count])
-    monkeypatch.setattr(
-        dapo,
-        "sample_completions",
-        lambda _sampler, _tokenizer, rows, *_: (
-            {"ids": torch.tensor([[row["number"]] for row in rows])},
-            [str(row["number"]) for row in rows],
-        ),
-    )
-    monkeypatch.setattr(
-        dapo,
-        "score_completions",
-        lambda texts, _: [reward for text in texts[::2] for reward in rewards.get(int(text), [0.0, 0.0])],
-    )
+    monkeypatch.setattr(dapo, "sample_completions", sample_completions)
+    monkeypatch.setattr(dapo, "score_completions", score_completions)
     args = dapo.Args(prompts_per_step=2, group_size=2, max_rounds=5)
     sampler = torch.nn.Module()
     sampler.device = torch.device("cpu")
-    if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group(store=torch.distributed.HashStore(), rank=0, world_size=1)
-    batch, texts, rows, scores, kept, end = dapo.sample_groups(
-        sampler, None, [{"number": i} for i in range(9)], 0, args
-    )
+    rows = [{"number": i} for i in range(9)]
+    batch, texts, _, _, kept, end = dapo.sample_groups(sampler, None, rows, 0, args)
     assert batch["ids"][kept].flatten().tolist() == [1, 1, 2, 2] and end == 4 and len(texts) == 8
 
 
