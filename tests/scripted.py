@@ -1,7 +1,7 @@
 """One rollout for every script and number of ranks: python -m pytest tests/test_updates.py
 
 Completions depend only on the prompt and on their number in its group, so that two ranks have what one has.
-Started on several ranks, this file saves what each script does with them.
+Started on several ranks, this file saves into a folder what scripts do with them: scripted.py FOLDER CASE ...
 """
 
 import hashlib
@@ -122,15 +122,15 @@ def run(script, folder, patch, saved=False, **settings):
 if __name__ == "__main__":
     import pytest
 
-    target = Path(sys.argv[1])  # parse changes sys.argv
+    target, cases = Path(sys.argv[1]), sys.argv[2:]  # parse changes sys.argv
     device = EVERY["grpo"].init_ranks()
     torch.distributed.destroy_process_group, destroy = lambda: None, torch.distributed.destroy_process_group
-    for case, settings in CASES.items():
+    for case in cases:
         script = EVERY[case.split()[0]]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(script, "init_ranks", lambda: device)  # once for all
             # With few tokens in a microbatch, ranks have unequal numbers of them.
-            found = run(script, target / case, patch, case in SAVED, microbatch_tokens=80, **settings)
+            found = run(script, target / case, patch, case in SAVED, microbatch_tokens=80, **CASES[case])
         if script.RANK == 0:
             torch.save(found, target / case / "found.pt")
     destroy()

@@ -89,9 +89,11 @@ def assert_same(found, expected, tolerance):
 
 
 @pytest.fixture(scope="module")
-def on_two_ranks(tmp_path_factory):
+def on_two_ranks(request, tmp_path_factory):
+    """A folder with what two ranks do in the cases of the tests that were asked for."""
     folder = tmp_path_factory.mktemp("two_ranks")
-    run_on_ranks("scripted.py", folder)
+    items = [item for item in request.session.items if "on_two_ranks" in item.fixturenames]
+    run_on_ranks("scripted.py", folder, *dict.fromkeys(item.callspec.params["case"] for item in items))
     return folder
 
 
@@ -104,11 +106,12 @@ def test_two_ranks_have_gradients_and_metrics_of_one(case, on_two_ranks, on_one_
     assert found["sharded"]  # after a forward without a gradient, too
 
 
-def test_one_rank_resumes_what_two_have_saved_and_back(on_two_ranks):
+@pytest.mark.parametrize("case", ["dapo"])
+def test_one_rank_resumes_what_two_have_saved_and_back(case, on_two_ranks):
     """The folder has one model, whatever the number of ranks; dapo.py has a buffer of its own."""
-    run_dir, consumed = on_two_ranks / "dapo/run", []
+    run_dir, consumed = on_two_ranks / case / "run", []
     for num_steps, kind in ((3, Forked), (4, Ranks)):
-        finish(start("dapo", [f"--resume={run_dir}", f"--num-steps={num_steps}"], kind=kind))
+        finish(start(case, [f"--resume={run_dir}", f"--num-steps={num_steps}"], kind=kind))
         [checkpoint] = run_dir.glob("checkpoint-*")
         state = {"policy": {"num_consumed": torch.tensor(0)}}
         torch.distributed.checkpoint.load(state, checkpoint_id=checkpoint / "state", no_dist=True)
@@ -120,8 +123,9 @@ def test_one_rank_resumes_what_two_have_saved_and_back(on_two_ranks):
     AutoModelForCausalLM.from_pretrained(checkpoint)
 
 
-def test_one_rank_resumes_both_models_of_ppo(on_two_ranks):
-    script, run_dir = EVERY["ppo_rlhf"], on_two_ranks / "ppo_rlhf/run"
+@pytest.mark.parametrize("case", ["ppo_rlhf"])
+def test_one_rank_resumes_both_models_of_ppo(case, on_two_ranks):
+    script, run_dir = EVERY[case], on_two_ranks / case / "run"
     script.main(parse(script, resume=run_dir, num_steps=3))
     assert [line["step"] for line in logged(run_dir)] == [0, 1, 2, 3]
 
