@@ -16,7 +16,7 @@ sys.path[:0] = [str(ROOT / name) for name in ("", "tests", "tools", "benchmark",
 
 
 # The mathematics. The tests of all other files train, start processes, or read whole datasets or pages.
-FAST = {"losses", "process_rewards", "other_libraries", "exact_gradients", "answers", "copies", "oracle"}
+FAST = {"losses", "process_rewards", "other_libraries", "exact_gradients", "answers", "copies"}
 
 
 def is_fast(path):

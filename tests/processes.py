@@ -168,6 +168,7 @@ def finish(process, expected=0):
 
 
 def logged(run, name="metrics.jsonl"):
-    lines = (run / name).read_text().splitlines() if (run / name).exists() else []
-    rows = [json.loads(line) for line in lines]
+    """The lines of a run's log without its times."""
+    path = Path(run, name)
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows]

@@ -1,7 +1,7 @@
 """One rollout for every script and number of ranks: python -m pytest tests/test_updates.py
 
 Completions depend only on the prompt and on their number in its group, so that two ranks have what one has.
-Started on several ranks, this file saves what each script does with them.
+Started on several ranks, this file saves into a folder what scripts do with them: scripted.py FOLDER CASE ...
 """
 
 import hashlib
@@ -16,10 +16,13 @@ from toy import EVERY, TINY, read_jsonl, short
 from transformers import AutoTokenizer
 
 GROUP_SIZE, PROMPTS_PER_STEP = 4, 4
-# On two ranks; with few tokens in a microbatch, ranks have unequal numbers of them.
-CASES = {name: {"microbatch_tokens": 80} for name in EVERY}
+CASES = {name: {} for name in EVERY}
+CASES["gkd"] = {"on_policy_fraction": 0.5, "source": "addition/sft.jsonl"}
+CASES["ppo_rlhf"] = {"max_completion_length": 24, "sampler_weight_cap": 1.05, "kl_coef": 0.3, "gamma": 0.97}
+CASES["ppo_rlhf"] |= {"learning_rate": 3e-4, "value_learning_rate": 1e-4}
 SLOW = {"precision": "bfloat16", "learning_rate": 1e-5, "value_learning_rate": 1e-5}
-CASES |= {f"{name} bfloat16": SLOW for name in EVERY}
+CASES |= {f"{name} bfloat16": CASES[name] | SLOW for name in ("grpo", "gkd", "ppo_rlhf", "reward_model")}
+SAVED = ("dapo", "ppo_rlhf")  # the cases whose checkpoint is resumed
 
 
 def solutions(prompt):
@@ -72,8 +75,8 @@ class Rollouts:
         return completions
 
 
-def run(script, folder, patch, **settings):
-    """Run two steps of a script; return the gradient and the loss of each update, metrics, and final weights.
+def run(script, folder, patch, saved=False, **settings):
+    """Run two steps of a script; return the gradient of each update, metrics, and on one rank the weights.
 
     Each step has one update, so that its completions are the same on one rank and on two.
     """
@@ -88,7 +91,8 @@ def run(script, folder, patch, **settings):
     def recorded(policy, *rest):
         found["gradients"].append(torch.cat([full(weight.grad) for weight in policy.parameters()]))
         norm = step_optimizer(policy, *rest)
-        found["weights"].append(torch.cat([full(weight) for weight in policy.parameters()]))
+        if script.WORLD_SIZE == 1:
+            found["weights"].append(torch.cat([full(weight) for weight in policy.parameters()]))
         return norm
 
     def compute_logprobs(policy, *rest):
@@ -100,6 +104,8 @@ def run(script, folder, patch, **settings):
         script_compute = script.compute_logprobs
         patch.setattr(script, "compute_logprobs", compute_logprobs)
     patch.setattr(script, "step_optimizer", recorded)
+    if not saved:
+        patch.setattr(script, "save", lambda *_: None)
     if hasattr(script, "generate"):
         patch.setattr(script, "generate", Rollouts())
     sizes = {"prompts_per_step": PROMPTS_PER_STEP, "group_size": GROUP_SIZE, "minibatch_size": 16, "num_steps": 2}
@@ -116,14 +122,15 @@ def run(script, folder, patch, **settings):
 if __name__ == "__main__":
     import pytest
 
-    target = Path(sys.argv[1])  # parse changes sys.argv
+    target, cases = Path(sys.argv[1]), sys.argv[2:]  # parse changes sys.argv
     device = EVERY["grpo"].init_ranks()
     torch.distributed.destroy_process_group, destroy = lambda: None, torch.distributed.destroy_process_group
-    for case, settings in CASES.items():
+    for case in cases:
         script = EVERY[case.split()[0]]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(script, "init_ranks", lambda: device)  # once for all
-            found = run(script, target / case, patch, **settings)
+            # With few tokens in a microbatch, ranks have unequal numbers of them.
+            found = run(script, target / case, patch, case in SAVED, microbatch_tokens=80, **CASES[case])
         if script.RANK == 0:
             torch.save(found, target / case / "found.pt")
     destroy()

@@ -3,7 +3,6 @@
 Lines of the tables are "answer | text ¦ text ¦ ...", where ⏎ stands for a line break.
 """
 
-import random
 import time
 from decimal import Decimal
 from fractions import Fraction
@@ -86,7 +85,8 @@ def test_another_answer_is_read_without_its_blanks_and_formatting(answer, text):
 
 
 # Several answers, words and signs that change a number, other separators, blanks inside numbers, mixed numbers,
-# rounded numbers, intervals, lists, nothing.
+# rounded numbers, intervals, lists, nothing; then words in capitals, two answers and fractions in words, a decimal
+# comma, a narrow space, digits after a fraction.
 @each_case(r"""
 5 | 5 or 6 ¦ 5 \text{ and } 6 ¦ 5, 6 ¦ 5; 6 ¦ 5⏎6 ¦ 5 \text{ or } x ¦ 5 and x ¦ 5 and a half ¦ 5 \text{ or } {-5}
 5 | \pm 5 ¦ 5% ¦ 5\% ¦ 5\text{%} ¦ 5^\circ ¦ -5 ¦ --5 ¦ +-5 ¦ −5 ¦ –5 ¦ not 5 ¦ \neq 5 ¦ >5 ¦ ~5 ¦ 5! ¦ 5? ¦ 5+ ¦ \ge 5
@@ -104,13 +104,6 @@ def test_another_answer_is_read_without_its_blanks_and_formatting(answer, text):
 (1,2) | [1,2) ¦ (1,2] ¦ (2,1) ¦ (1,2,3) ¦ 1,2 ¦ (1.2) ¦ (12)
 no | on ¦ yes ¦ no no ¦ n o ¦ No solution
 0 |  ¦ . ¦ - ¦ $ ¦ \text{} ¦ nan ¦ None ¦ false ¦ \text{none} ¦ \emptyset
-""")
-def test_another_answer_is_refused(answer, text):
-    assert grpo.reward_fn(box(text), answer) == 0.0
-
-
-# Words in capitals, two answers in words, fractions in words, a decimal comma, a narrow space, digits after a fraction.
-@each_case(r"""
 5 | 5 Million ¦ 5 MILLION ¦ 5 Thousand ¦ 5 \text{ Dozen} ¦ 5 or six ¦ 5 \text{ and six} ¦ 5 and one half ¦ 5 halves
 5 | 5 percent ¦ 5 \text{ pi}
 3 PM | 3 AM
@@ -120,7 +113,7 @@ def test_another_answer_is_refused(answer, text):
 1/23 | \frac{1}{2}3 ¦ \frac123
 1234 | 1\ 234 ¦ 1,\ 234 ¦ 1,\,234
 """)
-def test_what_is_easily_read_as_another_number_is_refused(answer, text):
+def test_another_answer_is_refused(answer, text):
     assert grpo.reward_fn(box(text), answer) == 0.0
 
 
@@ -179,16 +172,6 @@ def test_hostile_text_is_refused_within_seconds(name):
         assert grpo.reward_fn(completion, "31337") == 0.0
     assert grpo.reward_fn(box("31337"), text) == 0.0
     assert time.process_time() - started < 5
-
-
-def test_random_text_raises_nothing():
-    draw = random.Random(0)
-    pieces = r"\boxed{ } { #### <think> </think> \frac{ $ / , . . 5 1,234 - \ * \text{ % 0 /0 cm".split()
-    pieces += ["\n", " ", "\ud800", "\x00", "\u0664", "\u202e"]
-    for _ in range(1500):
-        text = "".join(draw.choices(pieces, k=16)) + chr(draw.randrange(0x110000))
-        assert grpo.reward_fn(text, "31337") == grpo.reward_fn(box("31337"), text) == 0.0
-        assert grpo.reward_fn(text, text) in (0.0, 1.0)
 
 
 @pytest.mark.parametrize("scores", [[0.5, 2], (0.5, numpy.int64(2)), [torch.tensor(0.5), 2], numpy.array([0.5, 2])])

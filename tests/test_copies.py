@@ -36,39 +36,31 @@ def test_table_lists_every_shared_function():
 
 # ---- the story first
 
-# At most: lines and Python tokens of a script (without comments, newlines and indentation, docstrings counting as one),
-# tokens per line of code, and ternaries. Joining lines does not help against tokens. These are caps for good: what is
-# added to a script takes something out of it.
+# At most: lines and Python tokens of a script (without comments, newlines and indentation, docstrings counting as one).
+# Joining lines does not help against tokens. These are caps for good: what is added to a script takes something out.
 CAPS = {
-    "grpo": (880, 6400, 10.5, 3),
-    "reinforce": (830, 6000, 10.5, 3),
-    "dr_grpo": (870, 6300, 10.5, 3),
-    "gspo": (870, 6300, 10.5, 3),
-    "cispo": (870, 6300, 10.5, 3),
-    "dapo": (920, 6700, 10.5, 3),
-    "grpo_process": (940, 6900, 10.5, 3),
-    "gkd": (890, 6500, 10.5, 3),
-    "grpo_tools": (940, 6900, 10.5, 3),
-    "ppo_rlhf": (1050, 7700, 10.5, 3),
-    "dpo": (640, 4800, 10.5, 3),
-    "reward_model": (640, 4700, 10.5, 3),
-    "sft": (640, 4800, 10.5, 3),
+    "grpo": (880, 6400),
+    "reinforce": (830, 6000),
+    "dr_grpo": (870, 6300),
+    "gspo": (870, 6300),
+    "cispo": (870, 6300),
+    "dapo": (920, 6700),
+    "grpo_process": (940, 6900),
+    "gkd": (890, 6500),
+    "grpo_tools": (940, 6900),
+    "ppo_rlhf": (1050, 7700),
+    "dpo": (640, 4800),
+    "reward_model": (640, 4700),
+    "sft": (640, 4800),
 }
 FUNCTION, MAIN = 50, 100  # lines at most
 
 
 def count(source):
-    """The lines and tokens of a text, tokens per line of code, and its ternaries."""
+    """The lines and tokens of a text."""
     skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
     tokens = [token for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type not in skipped]
-    lines, nodes = set(), list(ast.walk(ast.parse(source)))
-    for token in tokens:
-        lines.update(range(token.start[0], token.end[0] + 1))
-    for node in nodes:
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            lines.difference_update(range(node.lineno, node.end_lineno + 1))  # a docstring
-    ternaries = sum(isinstance(node, ast.IfExp) for node in nodes)
-    return len(source.splitlines()), len(tokens), len(tokens) / len(lines), ternaries
+    return len(source.splitlines()), len(tokens)
 
 
 def halves(script):

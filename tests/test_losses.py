@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from torch.testing import assert_close
-from toy import NAMES, SCRIPTS, add_pairs, loss_and_gradient, policy_loss
+from toy import NAMES, SCRIPTS, add_pairs, loss_and_gradient, policy_loss, tensor
 
 import dapo
 import dr_grpo
@@ -14,7 +14,6 @@ import grpo
 import reinforce
 
 CLIPPED = {"grpo": 1.2, "dr_grpo": 1.2, "grpo_process": 1.2, "dapo": 1.28, "gspo": 1.28}  # ratios, to 0.8 .. this
-tensor = partial(torch.tensor, dtype=torch.float64)
 each_script = pytest.mark.parametrize("name", NAMES)
 
 

@@ -1,12 +1,11 @@
 """The scripts that sample compute what other people's code does. Each file of tests/oracle names its source."""
 
-import json
 from functools import partial
 
 import pytest
 import torch
 from torch.testing import assert_close
-from toy import ROOT, SCRIPTS, build_model, loss_and_gradient
+from toy import SCRIPTS, build_model, loss_and_gradient, read_oracle, tensor
 from transformers import LlamaConfig
 
 import dapo
@@ -19,11 +18,6 @@ OURS = {"logp": "logprobs", "old_logp": "old_logprobs", "ref_logp": "ref_logprob
 OURS |= {"epsilon_low": "clip_eps_low", "epsilon_high": "clip_eps_high", "beta": "kl_coef"}
 OURS |= {"clip_ratio_low": "clip_eps_low", "clip_ratio_high": "clip_eps_high", "kl_loss_coef": "kl_coef"}
 OURS |= {"generate_max_length": "max_completion_length", "cliprange": "clip_eps"}
-tensor = partial(torch.tensor, dtype=torch.float64)  # their numbers are in float64
-
-
-def read_oracle(name):
-    return json.loads((ROOT / "tests" / "oracle" / f"{name}.json").read_text())["cases"]
 
 
 def cases_of(script, name, rtol=1e-9, **config):
@@ -33,6 +27,7 @@ def cases_of(script, name, rtol=1e-9, **config):
 
 
 CASES = cases_of("grpo", "grpo_trl") + cases_of("grpo", "grpo_oat")
+CASES += cases_of("grpo_tools", "grpo_trl", beta=0) + cases_of("grpo_tools", "grpo_oat", beta=0)
 # verl adds 1e-8 to its denominators; with other values of clip_ratio_c it has a second clip.
 CASES += cases_of("grpo", "grpo_verl", rtol=1e-6, clip_ratio_c=1e9)
 CASES += cases_of("grpo_process", "grpo_trl")

@@ -7,31 +7,25 @@ import sys
 
 import pytest
 import torch
-from processes import Forked, finish, kill_at, start
+from processes import finish, kill_at, logged, start
 from safetensors.torch import load_file
 from toy import EVERY, NAMES, SCRIPTS, TINY, parse, read_jsonl, short, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import dapo
 import grpo
 
-pytestmark = pytest.mark.usefixtures("float32_products")
 
-
-@pytest.fixture
-def float32_products():
-    yield
-    torch.set_float32_matmul_precision("highest")
-
-
-def lines_of(run, name):
-    rows = read_jsonl(run / name)
-    return [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows]
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    """The folder of a run of grpo.py that nothing interrupts."""
+    folder = tmp_path_factory.mktemp("whole")
+    train(grpo, folder)
+    return folder / "run"
 
 
 def assert_same_run(run, expected):
     for name in sorted(path.name for path in expected.glob("*.jsonl")):
-        assert lines_of(run, name) == lines_of(expected, name)
+        assert logged(run, name) == logged(expected, name)
     [checkpoint], [right] = ([*folder.glob("checkpoint-*")] for folder in (run, expected))
     assert checkpoint.name == right.name and not (run / "unfinished").exists()
     weights, right_weights = (load_file(folder / "model.safetensors") for folder in (checkpoint, right))
@@ -42,13 +36,14 @@ def assert_same_run(run, expected):
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(name, tmp_path):
     """Its settings come from args.json, a flag wins over them, and the policy's own buffers are restored."""
     script, precision = EVERY[name], "bfloat16" if name in ("grpo", "ppo_rlhf", "dpo") else "float32"
-    train(script, tmp_path, precision=precision, run_dir=tmp_path / "whole", warmup_steps=12)
-    train(script, tmp_path, precision=precision, run_dir=tmp_path / "cut", num_steps=2, warmup_steps=12)
-    args = parse(script, resume=tmp_path / "cut", num_steps=4)
+    settings = {"precision": precision, "warmup_steps": 12, "eval_every": 1, "save_every": 1}
+    train(script, tmp_path, run_dir=tmp_path / "whole", num_steps=2, **settings)
+    train(script, tmp_path, run_dir=tmp_path / "cut", num_steps=1, **settings)
+    args = parse(script, resume=tmp_path / "cut", num_steps=2)
     assert args.learning_rate == 1e-3 and args.precision == precision
     script.main(args)
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
-    assert len(read_jsonl(tmp_path / "cut/metrics.jsonl")) == 5
+    assert len(read_jsonl(tmp_path / "cut/metrics.jsonl")) == 3
 
 
 # A kill at these calls, where: in a step, while saving weights or the state, after the new checkpoint is there.
@@ -61,8 +56,7 @@ KILLS = {
 
 
 @pytest.mark.parametrize("when", KILLS)
-def test_kill_9_costs_at_most_the_steps_since_the_last_save(when, tmp_path):
-    train(grpo, tmp_path, run_dir=tmp_path / "whole")
+def test_kill_9_costs_at_most_the_steps_since_the_last_save(when, whole_run, tmp_path):
     short(grpo, tmp_path, run_dir=tmp_path / "run")
     finish(start("grpo", sys.argv[1:], KILLS[when]), -signal.SIGKILL)
     saves = sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
@@ -73,41 +67,19 @@ def test_kill_9_costs_at_most_the_steps_since_the_last_save(when, tmp_path):
     grpo.main(parse(grpo, resume=tmp_path / "run"))
     if "older" in when:  # nothing was left to do, also not to remove the older one
         (tmp_path / "run/checkpoint-000002").rename(tmp_path / "older")
-    assert_same_run(tmp_path / "run", tmp_path / "whole")
+    assert_same_run(tmp_path / "run", whole_run)
 
 
-def test_a_run_that_was_never_saved_starts_over_and_no_run_is_overwritten(tmp_path):
-    train(grpo, tmp_path, run_dir=tmp_path / "whole")
+def test_a_run_that_was_never_saved_starts_over_and_no_run_is_overwritten(whole_run, tmp_path):
     short(grpo, tmp_path, run_dir=tmp_path / "run")
     finish(start("grpo", sys.argv[1:], kill_at("step_optimizer", "len(calls) == 3")), -signal.SIGKILL)
     assert [line["step"] for line in read_jsonl(tmp_path / "run/metrics.jsonl")] == [0, 1]
     grpo.main(parse(grpo, resume=tmp_path / "run"))
-    assert_same_run(tmp_path / "run", tmp_path / "whole")
+    assert_same_run(tmp_path / "run", whole_run)
     before = (tmp_path / "run/metrics.jsonl").read_bytes()
     with pytest.raises(FileExistsError):
         train(grpo, tmp_path, run_dir=tmp_path / "run")
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
-
-
-def test_two_ranks_save_what_one_resumes_and_back(tmp_path):
-    """The folder has one model, whatever the number of ranks; dapo.py has a buffer of its own."""
-    from processes import Ranks
-
-    short(dapo, tmp_path, run_dir=tmp_path / "run", num_steps=2)
-    flags = sys.argv[1:]
-    assert "run" in finish(start("dapo", flags, kind=Ranks))
-    consumed = []
-    for num_steps, kind in ((4, Forked), (6, Ranks)):
-        finish(start("dapo", ["--resume", str(tmp_path / "run"), f"--num-steps={num_steps}"], kind=kind))
-        [checkpoint] = (tmp_path / "run").glob("checkpoint-*")
-        state = {"policy": {"num_consumed": torch.tensor(0)}}
-        torch.distributed.checkpoint.load(state, checkpoint_id=checkpoint / "state", no_dist=True)
-        consumed.append(state["policy"]["num_consumed"].item())
-    lines = read_jsonl(tmp_path / "run/metrics.jsonl")
-    assert [line["step"] for line in lines] == list(range(7))
-    rounds = [line["rollout/rounds"] for line in lines[1:]]
-    assert consumed == [4 * sum(rounds[:4]), 4 * sum(rounds)]  # prompts of a round
-    AutoModelForCausalLM.from_pretrained(checkpoint)
 
 
 def test_a_checkpoint_is_the_model_and_stops_where_it_was_trained_to_stop(tmp_path, monkeypatch):

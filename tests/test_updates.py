@@ -3,28 +3,22 @@
 python -m pytest tests/test_updates.py
 """
 
+import functools
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from processes import run_on_ranks
+from processes import Forked, Ranks, finish, logged, run_on_ranks, start
 from scripted import CASES, Rollouts, run
 from toy import EVERY, ROOT, SCRIPTS, TINY, call, parse, read_jsonl, relative_error, short, train
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo
 
-pytestmark = pytest.mark.usefixtures("float32_products")
 each_script = pytest.mark.parametrize("name", SCRIPTS)
 TOKEN_MEANS = ("dapo", "cispo")  # the others divide by completions
 RECORDED = Path(__file__).parent / "data" / "three_steps.json"
-
-
-@pytest.fixture
-def float32_products():
-    yield
-    torch.set_float32_matmul_precision("highest")
 
 
 @each_script
@@ -62,14 +56,24 @@ def test_the_update_is_the_gradient_of_the_mean_loss(name, tmp_path, monkeypatch
     assert step["policy/sampler_kl"] > 0
 
 
+@pytest.fixture(scope="module")
+def on_one_rank(tmp_path_factory):
+    """The run of each case, with several completions in a microbatch; each is made once."""
+
+    @functools.cache
+    def run_case(case):
+        with pytest.MonkeyPatch.context() as patch:
+            return run(EVERY[case.split()[0]], tmp_path_factory.mktemp("one_rank"), patch, **CASES[case])
+
+    return run_case
+
+
 @pytest.mark.parametrize("name", EVERY)
-def test_microbatches_change_nothing(name, tmp_path, monkeypatch):
-    runs = []
-    for tokens in (1, 90, 100_000):
-        with monkeypatch.context() as patch:
-            runs.append(run(EVERY[name], tmp_path / str(tokens), patch, microbatch_tokens=tokens))
-    for other in runs[1:]:
-        assert_same(runs[0], other, 1e-4)
+def test_microbatches_change_nothing(name, on_one_rank, tmp_path, monkeypatch):
+    """Nor does gradient checkpointing."""
+    expected = on_one_rank(name)  # before anything is patched here
+    settings = CASES[name] | {"microbatch_tokens": 1, "gradient_checkpointing": True}
+    assert_same(run(EVERY[name], tmp_path, monkeypatch, **settings), expected, 1e-4)
 
 
 def assert_same(found, expected, tolerance):
@@ -85,48 +89,63 @@ def assert_same(found, expected, tolerance):
 
 
 @pytest.fixture(scope="module")
-def on_two_ranks(tmp_path_factory):
+def on_two_ranks(request, tmp_path_factory):
+    """A folder with what two ranks do in the cases of the tests that were asked for."""
     folder = tmp_path_factory.mktemp("two_ranks")
-    run_on_ranks("scripted.py", folder)
+    items = [item for item in request.session.items if "on_two_ranks" in item.fixturenames]
+    run_on_ranks("scripted.py", folder, *dict.fromkeys(item.callspec.params["case"] for item in items))
     return folder
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_ranks_have_gradients_and_metrics_of_one(case, on_two_ranks, tmp_path, monkeypatch):
+def test_two_ranks_have_gradients_and_metrics_of_one(case, on_two_ranks, on_one_rank):
     """They share prompts and have unequal numbers of microbatches; in bfloat16 they differ by rounding."""
-    alone = run(EVERY[case.split()[0]], tmp_path, monkeypatch, **CASES[case])
     tolerance = 0.25 if "bfloat16" in case else 1e-4
     found = torch.load(on_two_ranks / case / "found.pt")
-    assert_same(found, alone, tolerance)
+    assert_same(found, on_one_rank(case), tolerance)
     assert found["sharded"]  # after a forward without a gradient, too
 
 
+@pytest.mark.parametrize("case", ["dapo"])
+def test_one_rank_resumes_what_two_have_saved_and_back(case, on_two_ranks):
+    """The folder has one model, whatever the number of ranks; dapo.py has a buffer of its own."""
+    run_dir, consumed = on_two_ranks / case / "run", []
+    for num_steps, kind in ((3, Forked), (4, Ranks)):
+        finish(start(case, [f"--resume={run_dir}", f"--num-steps={num_steps}"], kind=kind))
+        [checkpoint] = run_dir.glob("checkpoint-*")
+        state = {"policy": {"num_consumed": torch.tensor(0)}}
+        torch.distributed.checkpoint.load(state, checkpoint_id=checkpoint / "state", no_dist=True)
+        consumed.append(state["policy"]["num_consumed"].item())
+    lines = logged(run_dir)
+    assert [line["step"] for line in lines] == list(range(5))
+    rounds = [line["rollout/rounds"] for line in lines[1:]]
+    assert consumed == [4 * sum(rounds[:3]), 4 * sum(rounds)]  # prompts of a round
+    AutoModelForCausalLM.from_pretrained(checkpoint)
+
+
+@pytest.mark.parametrize("case", ["ppo_rlhf"])
+def test_one_rank_resumes_both_models_of_ppo(case, on_two_ranks):
+    script, run_dir = EVERY[case], on_two_ranks / case / "run"
+    script.main(parse(script, resume=run_dir, num_steps=3))
+    assert [line["step"] for line in logged(run_dir)] == [0, 1, 2, 3]
+
+
 def test_the_default_command_learns(tmp_path):
-    """In 20 of its 30 steps, from an accuracy of 0.47 to 0.99 with every seed that was tried."""
-    args = parse(grpo, num_steps=20, eval_prompts=128, run_dir=tmp_path / "run")
+    """In 16 of its 30 steps, from an accuracy of 0.47 to 0.99."""
+    args = parse(grpo, num_steps=16, eval_prompts=128, run_dir=tmp_path / "run")
     grpo.main(args)
     lines = read_jsonl(tmp_path / "run/metrics.jsonl")
-    assert lines[0]["eval/accuracy"] < 0.6 and lines[20]["eval/accuracy"] > 0.9
+    assert lines[0]["eval/accuracy"] < 0.6 and lines[16]["eval/accuracy"] > 0.9
 
 
-def three_steps(script, folder, patch, **settings):
+def three_steps(script, folder, patch):
     """Metrics of three steps with two updates each, of rollouts that are scripted."""
     if hasattr(script, "generate"):
         patch.setattr(script, "generate", Rollouts())
-    args = short(
-        script,
-        folder,
-        num_steps=3,
-        max_completion_length=48,
-        eval_every=3,
-        overlong_buffer=1.0,
-        warmup_steps=4,
-        update_epochs=2,
-        **settings,
-    )
+    sizes = {"num_steps": 3, "max_completion_length": 48, "eval_every": 3, "warmup_steps": 4, "update_epochs": 2}
+    args = short(script, folder, overlong_buffer=1.0, **sizes)
     script.main(args)
-    lines = read_jsonl(f"{args.run_dir}/metrics.jsonl")
-    return [{key: value for key, value in line.items() if not key.startswith("perf/")} for line in lines]
+    return logged(args.run_dir)
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -157,32 +176,26 @@ def test_without_an_update_every_ratio_is_exactly_1(name, tmp_path, monkeypatch)
     assert [line["policy/approx_kl"] for line in found["metrics"][1:]] == [0.0, 0.0]
 
 
+@pytest.mark.usefixtures("alone")
 def test_dapo_keeps_the_first_groups_with_signal(monkeypatch):
     """Of two prompts a round, and two completions each; the first round has one such group, the second two."""
     dapo = SCRIPTS["dapo"]
-    rewards = {0: [1.0, 1.0], 1: [0.0, 1.0], 2: [1.0, 0.0], 3: [0.0, 1.0]}
+    rewards = {"0": [1.0, 1.0], "1": [0.0, 1.0], "2": [1.0, 0.0], "3": [0.0, 1.0]}
+
+    def sample_completions(_sampler, _tokenizer, rows, *_):
+        return {"ids": torch.tensor([[row["number"]] for row in rows])}, [str(row["number"]) for row in rows]
+
+    def score_completions(texts, _):
+        return [reward for text in texts[::2] for reward in rewards.get(text, [0.0, 0.0])]
+
     monkeypatch.setattr(dapo, "pick_rows", lambda rows, start, count, _: rows[start : start + count])
-    monkeypatch.setattr(
-        dapo,
-        "sample_completions",
-        lambda _sampler, _tokenizer, rows, *_: (
-            {"ids": torch.tensor([[row["number"]] for row in rows])},
-            [str(row["number"]) for row in rows],
-        ),
-    )
-    monkeypatch.setattr(
-        dapo,
-        "score_completions",
-        lambda texts, _: [reward for text in texts[::2] for reward in rewards.get(int(text), [0.0, 0.0])],
-    )
+    monkeypatch.setattr(dapo, "sample_completions", sample_completions)
+    monkeypatch.setattr(dapo, "score_completions", score_completions)
     args = dapo.Args(prompts_per_step=2, group_size=2, max_rounds=5)
     sampler = torch.nn.Module()
     sampler.device = torch.device("cpu")
-    if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group(store=torch.distributed.HashStore(), rank=0, world_size=1)
-    batch, texts, rows, scores, kept, end = dapo.sample_groups(
-        sampler, None, [{"number": i} for i in range(9)], 0, args
-    )
+    rows = [{"number": i} for i in range(9)]
+    batch, texts, _, _, kept, end = dapo.sample_groups(sampler, None, rows, 0, args)
     assert batch["ids"][kept].flatten().tolist() == [1, 1, 2, 2] and end == 4 and len(texts) == 8
 
 

@@ -71,14 +71,15 @@ def parse(script, **settings):
     return script.parse_args()
 
 
-def short(script, folder, **settings):
-    """Settings of a short run on 64 rows, which are written into a folder; it goes to folder/run."""
+def short(script, folder, source=None, **settings):
+    """Settings of a short run on the first 64 rows of a file in data/, written into a folder; it goes to folder/run."""
     Path(folder).mkdir(exist_ok=True)
     sizes = {"num_steps": 4, "prompts_per_step": 4, "group_size": 4, "minibatch_size": 8, "max_completion_length": 24}
     sizes |= {"eval_every": 2, "eval_prompts": 8, "save_every": 2, "warmup_steps": 0, "learning_rate": 1e-3}
     if not hasattr(script.Args, "group_size"):
         sizes["prompts_per_step"] *= settings.get("group_size", sizes["group_size"])
-    rows = read_jsonl(ROOT / "data" / FILES.get(script.__name__, "addition/train.jsonl"))[:64]
+    source = source or FILES.get(script.__name__, "addition/train.jsonl")
+    rows = read_jsonl(ROOT / "data" / source)[:64]
     sizes |= {"tiny": True, "dataset": write_jsonl(Path(folder) / "rows.jsonl", rows), "run_dir": Path(folder) / "run"}
     return parse(script, **{name: value for name, value in (sizes | settings).items() if hasattr(script.Args, name)})
 
@@ -101,7 +102,7 @@ def policy_loss(name, inputs):
     given.setdefault("sampler_logprobs", given["logprobs" if name == "reinforce" else "old_logprobs"])
     if name == "grpo_process" and given["advantages"].ndim == 1:
         given["advantages"] = given["advantages"].unsqueeze(1).expand_as(given["logprobs"])
-    return call(SCRIPTS[name].policy_loss, given)
+    return call(EVERY[name].policy_loss, given)
 
 
 def loss_and_gradient(name, inputs):
