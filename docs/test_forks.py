@@ -38,7 +38,7 @@ import ppo_rlhf
 SCRIPTS = {"maxrl": grpo, "dppo": grpo, "gdpo": grpo, "ipo": dpo, "simpo": dpo, "ptx": ppo_rlhf}
 PAGES = {name: (ROOT / "docs" / "forks" / f"{name}.md").read_text(encoding="utf-8") for name in SCRIPTS}
 INTRODUCTION = (ROOT / "docs" / "fork.md").read_text(encoding="utf-8")
-COPY = "    cp {1}.py my_{0}.py\n    sed -n '/^--- my_{0}.py/,/^```$/p' docs/forks/{0}.md | git apply -p0\n"
+COPY = "    cp {1}.py my_{0}.py\n    git apply -p0 docs/forks/{0}.diff\n"
 ONE_LINE = {  # {one-line fork: (old text in grpo.py, new text)}
     name: (old, new)
     for name, old, new in re.findall(r"^- \*\*(.+?)\*\*.*\n +`(.+)`\n +becomes `(.+)`", INTRODUCTION, re.M)
