@@ -6,6 +6,7 @@ import ast
 import io
 import itertools
 import re
+import subprocess
 import tokenize
 
 import pytest
@@ -159,3 +160,21 @@ def test_what_only_reads_builds_no_graph(script):
     names = WITHOUT_GRADIENT | ({"evaluate"} if script in ("sft", "reward_model", "dpo") else set())
     found = {name: source for name, source in definitions(script).items() if name in names}
     assert all(source.startswith("@torch.no_grad()\n") for source in found.values())
+
+
+def test_the_caps_of_the_whole_hold():
+    """The table of CONTRIBUTING.md is of files that git knows."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in listed if name.endswith((".py", ".md"))}
+    page = texts["CONTRIBUTING.md"]
+    caps = re.findall(r"^\|`(\w+/)`.*?\|([\d,]+)", page, re.M)
+    caps += [("", number) for number in re.findall(r"^\|all Python files\|([\d,]+)", page, re.M)]
+    assert len(caps) == 6
+    for folder, most in caps:
+        lines = sum(
+            text.count("\n") for name, text in texts.items() if name.startswith(folder) and name.endswith(".py")
+        )
+        assert lines <= int(most.replace(",", "")), folder or "all"
+    words, pictures = re.search(r"^\|all pages\|([\d,]+) words, (\d+) pictures", page, re.M).groups()
+    assert sum(len(texts[name].split()) for name in texts if name.endswith(".md")) <= int(words.replace(",", ""))
+    assert sum(name.endswith((".png", ".svg")) for name in listed) <= int(pictures)
