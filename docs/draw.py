@@ -1,7 +1,4 @@
-"""Draw the pictures that explain the scripts: python docs/draw.py
-
-It writes data_flow.png and family_map.png to docs/pictures.
-"""
+"""Draw docs/pictures/data_flow.png, the data of one step of grpo.py: python docs/draw.py"""
 
 import io
 import sys
@@ -16,7 +13,7 @@ sys.path.append(str(ROOT))
 
 import grpo  # noqa: E402, after its folder is on the path
 
-BLUE, ORANGE, BROWN, GREY, PALE = "#d6e8f7", "#fde3bd", "#8a3b00", "#484848", "#f4f4f4"
+BLUE, BROWN, GREY, PALE = "#d6e8f7", "#8a3b00", "#484848", "#f4f4f4"
 CODE = {"family": "DejaVu Sans Mono", "size": 12.5}
 
 
@@ -38,22 +35,6 @@ FLOW = table("""
     logprobs, entropies | (b, L) | policy_loss | with its other tensors
     loss | sum over b completions, / minibatch_size; backward() | step_optimizer | after the last microbatch
     policy | with new weights""")
-# script | title | what a row of its data has | the script that it starts from | what changes, as in side_by_side.md
-FAMILY = table("""
-    dr_grpo | Dr. GRPO | prompt, answer | grpo | advantage R − mean; weight 1/(L × N); no KL ; cut off: counts as wrong
-    dapo | DAPO | prompt, answer | grpo | clips 0.2 below, 0.28 above; no groups with equal rewards; no KL
-    gspo | GSPO | prompt, answer | grpo | ratio of the completion; clips 3e-4 below, 4e-4 above; no KL
-    cispo | CISPO | prompt, answer | grpo | clips nothing: the ratio, capped at 5, weights log π; no KL
-    grpo_process | GRPO, process | prompt, answer | grpo | a reward for every step, so an advantage for every token
-    grpo_tools | GRPO, tools | prompt, answer | grpo | a tool writes tokens, too, with weight 0; no KL
-    gkd | GKD, distillation | prompt | grpo | no rewards; D(teacher ‖ student) over the vocabulary, per token
-    ppo_rlhf | PPO | prompt | grpo | no groups; GAE of a value model, per token; k1, in the reward
-    dpo | DPO | prompt, chosen, rejected | reward_model | score it implies: ; β Σₜ log π/π_ref
-    reward_model | reward model | prompt, chosen, rejected | sft | scores s of pairs: ; log σ(s_w − s_l)
-    sft | SFT | prompt, completion
-    grpo | GRPO | prompt, answer | reinforce | clipped ratio of the token; advantage / std; KL: k3, in the loss
-    reinforce | REINFORCE | prompt, answer""")
-COLOURS = {"prompt, answer": BLUE, "prompt": "#f6dcea", "prompt, completion": "#cdeee1"}  # else orange
 
 
 def flow():
@@ -78,10 +59,9 @@ class Picture:  # its unit is a pixel at a width of 900, and y points down
     def box(self, x, y, width, height, colour):
         self.axes.add_patch(FancyBboxPatch((x, y), width, height, "round,rounding_size=5", fc=colour, ec=GREY, lw=1))
 
-    def arrow(self, *points, dashed=False):
-        style = "dashed" if dashed else "solid"
-        self.axes.plot(*zip(*points[:-1]), color=GREY, lw=1.3, snap=False, linestyle=style)
-        head = {"arrowstyle": "-|>", "color": GREY, "shrinkA": 0, "shrinkB": 0, "lw": 1.3, "linestyle": style}
+    def arrow(self, *points):
+        self.axes.plot(*zip(*points[:-1]), color=GREY, lw=1.3, snap=False)
+        head = {"arrowstyle": "-|>", "color": GREY, "shrinkA": 0, "shrinkB": 0, "lw": 1.3}
         self.axes.annotate("", points[-1], points[-2], arrowprops=head)
 
     def save(self, name, shown):
@@ -109,34 +89,6 @@ def draw_flow():
             picture.text(x + 38, y + 75, step[0], color=BROWN, weight="bold", **CODE)
             picture.text(x + 52 + 7.8 * len(step[0]), y + 75, step[1])
     picture.save("data_flow", flow())
-
-
-def draw_family():
-    about = "arrow: what changes; dashed: PPO is older than GRPO; box: the columns of the data"
-    picture = Picture(830, "The family of the thirteen scripts", about)
-    places = [*((696, 104 + 70 * i) for i in range(8)), (696, 708), (350, 708), (24, 708), (24, 314), (24, 104)]
-    places = dict(zip([row[0] for row in FAMILY], places))
-    for script, title, data, *step in FAMILY:
-        x, y = places[script]
-        picture.box(x, y, 180, 60, COLOURS.get(data, ORANGE))
-        for dy, text, style in ((11, title, {"weight": "bold"}), (29, f"{script}.py", CODE), (46, data, {})):
-            picture.text(x + 8, y + dy, text, **style)
-        if script == "grpo":
-            picture.arrow((36, 164), (36, 314))
-            picture.text(46, 239, step[1].replace("; ", "\n"), va="center")
-        elif step:
-            left, top = places[step[0]]
-            start = [(left + 180, top + 30), (left + 200, top + 30), (left + 200, y + 30)]
-            if script == "ppo_rlhf":
-                start = [(left + 90, top + 60), (left + 90, y + 30)]
-            picture.arrow(*start, (x, y + 30), dashed=script == "ppo_rlhf")
-            picture.text(left + 190 + 20 * (y < 690), y + 26, step[1].replace(" ; ", "\n"), va="bottom")
-    picture.arrow((440, 708), (440, 642), (696, 642))
-    picture.text(450, 656, "its score is the reward")
-    legend = "L: --max-completion-length; N: completions of an optimizer step; s_w, s_l: scores of chosen and rejected"
-    picture.text(24, 790, legend, color=GREY)
-    picture.text(24, 812, "sft.py also made the bundled model, from which the others start", color=GREY)
-    picture.save("family_map", FAMILY)
 
 
 if __name__ == "__main__":
