@@ -93,4 +93,3 @@ def draw_flow():
 
 if __name__ == "__main__":
     draw_flow()
-    draw_family()
