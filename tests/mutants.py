@@ -3,13 +3,12 @@
 A row of mutants.txt is a bug that was found in public code, or is easily made: after # its name and the scripts it is
 planted in, then a diff. Before a few rows stand, after !, the tests that must fail, all of them, and after a slash in
 which cases. Code that is identical in several scripts, as test_copies.py sees to, needs one test; other code one of
-each script. A run of all bugs writes their number by kind to benchmark/results/mutants.md, and those that survived.
+each script.
 """
 
 import argparse
 import multiprocessing
 import os
-import platform
 import re
 import shutil
 import signal
@@ -21,7 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULT = ROOT / "benchmark" / "results" / "mutants.md"
 SECONDS = 600  # at most, per mutant
 # Errors of a row that was written wrongly, and not what the bug does.
 BROKEN = re.compile(r"(Name|Import|ModuleNotFound|Attribute|UnboundLocal|Type|Key|Index|Value|Runtime)Error")
@@ -146,7 +144,7 @@ def failure_of(node, case, output):
 
 
 def try_mutant(mutant, copy):
-    """Return (mutant, verdict, seconds)."""
+    """Return (mutant, verdict)."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(shutil.copytree(copy, folder, symlinks=True, dirs_exist_ok=True))
@@ -160,42 +158,7 @@ def try_mutant(mutant, copy):
     print(f"{seconds:4.0f} s  {verdict}: {mutant.name}", flush=True)
     if verdict != "caught":
         print("\n".join([*output.splitlines()[-25:], *(f"no failure: {test}" for test in missed)]), flush=True)
-    return mutant, verdict, seconds
-
-
-def kind_of(mutant):
-    """Return the part of the code that a bug is in: that of the test files that must fail, without the scripts' own."""
-    files = [node.partition("::")[0].removeprefix("test_").removesuffix(".py") for node, _ in mutant.tests]
-    shared = [name for name in files if not (ROOT / f"{name}.py").exists()]
-    return shared[0] if shared else "a script's own"
-
-
-def summary(results, date, machine):
-    """Return the page: counts by kind, and the bugs that survived. results has (mutant, verdict, seconds)."""
-    kinds = {}
-    for mutant, verdict, _ in results:
-        kinds.setdefault(kind_of(mutant), []).append(verdict == "caught")
-    survived = [
-        f"- {mutant.name} ({', '.join(mutant.scripts)}): {verdict.removeprefix('SURVIVED, ')}"
-        for mutant, verdict, _ in results
-    ]
-    survived = [line for line in survived if not line.endswith(": caught")]
-    minutes = sum(seconds for *_, seconds in results) / 60
-    lines = [
-        "# Known bugs, planted one at a time",
-        "",
-        f"`python tests/mutants.py`, {date}, {machine}, {minutes:.0f} minutes one after the other: the tests caught",
-        f"{len(results) - len(survived)} of {len(results)} bugs. `tests/mutants.txt` has every bug, its scripts and the"
-        " tests that must fail. Bugs that were",
-        "added to it after this date are not counted.",
-        "",
-        "| the bug is caught in `tests/test_*.py` | bugs | caught |",
-        "|---|---|---|",
-        *(f"| {kind} | {len(caught)} | {sum(caught)} |" for kind, caught in sorted(kinds.items())),
-        "",
-        "\n".join(["Survived:", "", *survived]) if survived else "None survived.",
-    ]
-    return "\n".join(lines) + "\n"
+    return mutant, verdict
 
 
 def main():
@@ -224,10 +187,7 @@ def main():
                     raise SystemExit(f"{output[-3000:]}\nwithout any bug the tests must pass")
             for result in pool.map(try_mutant, chosen, [copy] * len(chosen)):
                 results.append(result)
-    if not args.words:
-        machine = f"{os.cpu_count()} {platform.machine()} cores"
-        RESULT.write_text(summary(results, time.strftime("%Y-%m-%d"), machine), encoding="utf-8")
-    survivors = [mutant.name for mutant, verdict, _ in results if verdict != "caught"]
+    survivors = [mutant.name for mutant, verdict in results if verdict != "caught"]
     print(f"{len(results) - len(survivors)} of {len(results)} caught", *survivors, sep="\n")
     raise SystemExit(bool(survivors))
 
