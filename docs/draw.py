@@ -1,54 +1,29 @@
 """Draw the pictures that explain the scripts: python docs/draw.py
 
-It writes anatomy.png, data_flow.png, family_map.png and compare.png to docs/pictures.
+It writes data_flow.png and family_map.png to docs/pictures.
 """
 
-import ast
 import io
-import re
 import sys
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyBboxPatch, Rectangle
+from matplotlib.patches import FancyBboxPatch
 from PIL import Image, PngImagePlugin
 
 ROOT, PICTURES = Path(__file__).resolve().parent.parent, Path(__file__).resolve().parent / "pictures"
+sys.path.append(str(ROOT))
+
+import grpo  # noqa: E402, after its folder is on the path
+
 BLUE, ORANGE, BROWN, GREY, PALE = "#d6e8f7", "#fde3bd", "#8a3b00", "#484848", "#f4f4f4"
 CODE = {"family": "DejaVu Sans Mono", "size": 12.5}
-sys.path.append(str(ROOT / "tools"))
-
-import compare  # noqa: E402, after its folder is on the path
 
 
 def table(text):
     return [[cell.strip() for cell in f"{line} ".split(" | ")] for line in text.strip().splitlines()]
 
 
-# The parts of grpo.py in its order: title | names | note
-PARTS = table("""
-    formula | docstring | the paper, a line per symbol, departures from the paper
-    imports | imports RANK WORLD_SIZE HERE
-    settings | Args TINY | every field is a flag; the paper's are the first group
-    reward | is_correct reward_fn score_completions | edit any of them for your task
-    advantages | compute_advantages | from rewards (B,) to advantages (B,)
-    loss | k3 policy_loss | the formula, on tensors (B, L)
-    training loop | main | sample, score, update; the divisor of the loss
-    the line | below
-    answers | parse_answer extract_answer | compared as numbers: 1/2 equals 0.5
-    flags | parse_args init_ranks check_args | and torchrun's ranks
-    data | load_rows read_rows | of files or of the hub, through the chat template
-    model | load_policy load_model find_turn_end | weights, stop tokens
-    precision, ranks | prepare add_rounding_noise | bfloat16, FSDP
-    log-probabilities | Policy head_logprobs | of the tokens of completions
-    runs, resuming | load_sampler open_run max_over_ranks | and the model that samples
-    logging | log_step | metrics.jsonl
-    evaluation | evaluate | reward and accuracy of held-out prompts
-    sampling | sample_completions generate prefill sample_tokens draw | token by token
-    rewards, metrics | sum_parts mean_metrics | means over microbatches and ranks
-    rollout | copy_weights pick_rows | the policy's weights to the sampler, and the order of rows
-    update | compute_logprobs microbatches select step_optimizer | around the loss
-    samples, saving | log_group save | samples.jsonl, checkpoint-STEP/""")
 # The data of a step: variables | shape | the function that makes the next | note
 FLOW = table("""
     rows | {prompts_per_step} prompts, group_size {group_size} of each: B = {B} rows | generate | token by token
@@ -81,88 +56,12 @@ FAMILY = table("""
 COLOURS = {"prompt, answer": BLUE, "prompt": "#f6dcea", "prompt, completion": "#cdeee1"}  # else orange
 
 
-def name_of(node):
-    """The name that a statement defines, "imports", or else its text."""
-    if isinstance(node, ast.Import | ast.ImportFrom):
-        return "imports"
-    if isinstance(node, ast.If):
-        return name_of(node.body[0])
-    target = getattr(node, "targets", [getattr(node, "target", node)])[0]
-    return getattr(node, "name", None) or ast.unparse(target)
-
-
-def definitions(script):
-    """{name: (first line, last line, text)} of docstring, imports, line, functions, classes and constants."""
-    spans, lines = {}, (ROOT / f"{script}.py").read_text(encoding="utf-8").splitlines()
-    for node in ast.parse("\n".join(lines)).body:
-        first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
-        name = name_of(node) if spans else "docstring"
-        spans[name] = (spans.get(name, (first,))[0], node.end_lineno)
-    spans["below"] = 2 * (1 + [line[:12] for line in lines].index("# ---- below"),)
-    return {name: (first, last, "\n".join(lines[first - 1 : last])) for name, (first, last) in spans.items()}
-
-
-def parts():
-    """PARTS, with the first and the last line of each."""
-    own, found = definitions("grpo"), []
-    for title, names, *note in PARTS:
-        names = names.split()
-        last = max(own[name][1] for name in names)
-        found.append((title, names, "".join(note), own[names[0]][0], last))
-    return found
-
-
-def anatomy():
-    """Return parts, and how many lines stand above and below the line."""
-    length = len((ROOT / "grpo.py").read_text(encoding="utf-8").splitlines())
-    above = definitions("grpo")["below"][0] - 1
-    return parts(), above, length - above
-
-
-def loss_rows():
-    """Return the lines of policy_loss of grpo.py and gspo.py: pairs of [(text, whether it differs)], or of None.
-
-    The docstrings and metrics are left out.
-    """
-    left, right = read_loss("grpo"), read_loss("gspo")
-    rows = []
-    whole = [("policy_loss", 0, len(side["text"])) for side in (left, right)]
-    for kind, i, j, *tokens in compare.align(left, right, whole):
-        if kind == "=":
-            rows += [([(line, False)], [(line, False)]) for line in left["text"][i : i + tokens[0]]]
-            continue
-        pair = [None, None]
-        for side, place, found in ((0, i, tokens[0]), (1, j, tokens[1])):
-            if place is not None:
-                pair[side] = [(token[1], len(token) < 3 or token[2]) for token in found]
-        rows.append(tuple(pair))
-    return rows
-
-
-def read_loss(script):
-    """Return the lines of policy_loss up to the loss, as texts and as tokens."""
-    text = definitions(script)["policy_loss"][2]
-    docstring = ast.parse(text).body[0].body[0]
-    kept = {"text": [], "lines": []}
-    for number, (line, tokens) in enumerate(zip(text.splitlines(), compare.read_tokens(text)), 1):
-        if not docstring.lineno <= number <= docstring.end_lineno and not re.search("metrics|num_tokens", line):
-            kept["text"].append(line)
-            kept["lines"].append(tokens)
-        if line.startswith("    loss = "):
-            return kept
-
-
 def flow():
-    """FLOW with the settings of grpo.py and the bundled model."""
-    names = definitions("grpo")
-    fields = ast.parse(names["Args"][2]).body[0].body
-    sizes = {field.target.id: ast.unparse(field.value) for field in fields if isinstance(field, ast.AnnAssign)}
-    tiny = ast.parse(names["TINY"][2]).body[0].value.keywords
-    sizes |= {keyword.arg: ast.unparse(keyword.value) for keyword in tiny}
-    number = {name: int(value) for name, value in sizes.items() if value.isdecimal()}
-    sizes["B"] = number["prompts_per_step"] * number["group_size"]
-    sizes["L"] = number["max_prompt_length"] + number["max_completion_length"]
-    sizes["updates"] = sizes["B"] // number["minibatch_size"] * number["update_epochs"]
+    """Return FLOW with the settings of grpo.py for the bundled model."""
+    sizes = dict(vars(grpo.TINY))
+    sizes["B"] = sizes["prompts_per_step"] * sizes["group_size"]
+    sizes["L"] = sizes["max_prompt_length"] + sizes["max_completion_length"]
+    sizes["updates"] = sizes["B"] // sizes["minibatch_size"] * sizes["update_epochs"]
     return [[cell.format(**sizes) for cell in row] for row in FLOW]
 
 
@@ -190,36 +89,6 @@ class Picture:  # its unit is a pixel at a width of 900, and y points down
         self.axes.figure.savefig(data, dpi=160)
         info.add_itxt("drawn", repr(shown))  # a test compares it
         Image.open(data).convert("RGB").quantize(32).save(PICTURES / f"{name}.png", optimize=True, pnginfo=info)
-
-
-def draw_anatomy():
-    rows, above, below = anatomy()
-    about = "lines, parts and names of functions; below the line, the parts follow the order of use"
-    height = 1072
-    picture, y = Picture(height, "The anatomy of a script: grpo.py", about), 84
-    middle = 24 + 852 * above / (above + below)
-    picture.box(24, y, middle - 26, 34, ORANGE)
-    picture.box(middle + 2, y, 876 - middle - 2, 34, BLUE)
-    picture.text(34, y + 17, f"{above} lines", weight="bold")
-    picture.text(middle + 12, y + 17, f"{below} of {above + below} lines: copies that scripts share", weight="bold")
-    y += 50
-    for title, names, note, first, last in rows:
-        if names == ["below"]:
-            picture.text(34, y + 12, f"{first}  {definitions('grpo')['below'][2]}", color=BROWN, weight="bold", **CODE)
-            y += 30
-            picture.box(24, y, 852, height - y - 12, BLUE)
-            continue
-        lines = ["  ".join(names[i : i + 7]) for i in range(0, len(names), 7)]
-        step = 24 + 16 * len(lines)
-        if first < above:
-            step += 7
-            picture.box(24, y, 852, step - 4, ORANGE)
-        picture.text(34, y + 13, f"{first}–{last}", **CODE)
-        picture.text(134, y + 13, title, weight="bold")
-        picture.text(300, y + 13, note)
-        picture.text(134, y + 22 + 8 * len(lines), "\n".join(lines), **CODE)
-        y += step
-    picture.save("anatomy", anatomy())
 
 
 def draw_flow():
@@ -270,44 +139,6 @@ def draw_family():
     picture.save("family_map", FAMILY)
 
 
-def draw_compare():
-    rows = []  # pairs of lines that are short enough, whether they differ, and whether their letters are compared
-    for pair in loss_rows():
-        left, right = [wrap(line) if line else [] for line in pair]
-        for i in range(max(len(left), len(right))):
-            rows.append((left[i : i + 1], right[i : i + 1], pair[0] != pair[1], None not in pair))
-    about = "coloured: what differs; docstrings and metrics are left out"
-    picture = Picture(100 + 17 * len(rows), "policy_loss of grpo.py and of gspo.py", about)
-    for number, (left, right, differs, compared) in enumerate(rows):
-        y = 84 + 17 * number
-        for x, lines, pale, dark in ((20, left, "#ffe9df", "#ffb698"), (460, right, "#e4f1ff", "#9bcdff")):
-            for line in lines:
-                if differs:
-                    picture.axes.add_patch(Rectangle((x - 4, y), 434, 17, fc=pale, lw=0))
-                for place, (_, marked) in enumerate(line):
-                    if marked and compared:
-                        picture.axes.add_patch(Rectangle((x + LETTER * place, y), LETTER, 17, fc=dark, lw=0))
-                text = "".join(letter for letter, _ in line)
-                picture.text(x, y + 9, text, family="DejaVu Sans Mono", size=11)
-    picture.save("compare", loss_rows())
-
-
-LETTER = 6.875  # the width of a letter of size 11, which is 11 pixels of the file
-
-
-def wrap(tokens, width=62):
-    """Return a line of tokens (text, whether it differs) as lines of letters, broken at spaces."""
-    rest, lines = [(letter, marked) for text, marked in tokens for letter in text], []
-    while len(rest) > width:
-        text = "".join(letter for letter, _ in rest[:width])
-        end = text.rindex(" ")
-        if not text[:end].strip():  # one word fills the line
-            end = width
-        lines.append(rest[:end])
-        rest = [(" ", False)] * 8 + rest[end:]
-    return [*lines, rest]
-
-
 if __name__ == "__main__":
-    for draw in (draw_anatomy, draw_flow, draw_family, draw_compare):
-        draw()
+    draw_flow()
+    draw_family()

@@ -1,36 +1,34 @@
 """Tests of docs/forks/: its diffs apply to the scripts, its forks train, and wrong losses fail."""
 
-import importlib
 import itertools
-import json
 import math
 import re
 import shutil
-import statistics
 import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import details
 import pytest
 import torch
 from processes import run_on_ranks
 from sync_copies import MARKER
+from test_fork import edited
 from toy import (
     LOSS,
     ROOT,
     add_pairs,
-    build_model,
     call,
     gradient_of,
     load_module,
-    pad,
     parse,
     read_jsonl,
     read_oracle,
-    record,
-    relative_error,
     tensor,
     write_jsonl,
 )
+from toy import relative_error as error
 from transformers import AutoTokenizer
 
 import dpo
@@ -38,7 +36,7 @@ import grpo
 import ppo_rlhf
 
 SCRIPTS = {"maxrl": grpo, "dppo": grpo, "gdpo": grpo, "ipo": dpo, "simpo": dpo, "ptx": ppo_rlhf}
-PAGES = {path.stem: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs" / "forks").glob("*.md"))}
+PAGES = {name: (ROOT / "docs" / "forks" / f"{name}.md").read_text(encoding="utf-8") for name in SCRIPTS}
 INTRODUCTION = (ROOT / "docs" / "fork.md").read_text(encoding="utf-8")
 COPY = "    cp {1}.py my_{0}.py\n    sed -n '/^--- my_{0}.py/,/^```$/p' docs/forks/{0}.md | git apply -p0\n"
 ONE_LINE = {  # {one-line fork: (old text in grpo.py, new text)}
@@ -46,35 +44,19 @@ ONE_LINE = {  # {one-line fork: (old text in grpo.py, new text)}
     for name, old, new in re.findall(r"^- \*\*(.+?)\*\*.*\n +`(.+)`\n +becomes `(.+)`", INTRODUCTION, re.M)
 }
 each_fork = pytest.mark.parametrize("name", SCRIPTS)
-KINDS = ("chosen", "rejected")
 
 
 @pytest.fixture(scope="module")
 def rows():
-    """Every completion of two prompts, of up to three of five tokens of which 1 ends it; probabilities have a graph."""
-    model = build_model("llama", vocab_size=5)
-    completions = [list(tokens) for length in (1, 2, 3) for tokens in itertools.product(range(5), repeat=length)]
-    completions = [ids for ids in completions if 1 not in ids[:-1] and (ids[-1] == 1 or len(ids) == 3)]
-    ids, mask = pad(*zip(*itertools.product([[2, 3], [4, 1, 0, 2]], completions)))
-    logprobs = model(ids).logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
-    logprobs = torch.nn.functional.pad(logprobs, (1, 0)) * mask  # (R, L)
-    probabilities = logprobs.sum(1).exp()
-    assert probabilities.sum().item() == pytest.approx(2)
-    rewards = ((ids.sum(1) + mask.sum(1)) % 3).double()
-    means = (probabilities.detach() * rewards).view(2, -1).sum(1)
-    advantages = rewards - means.repeat_interleave(len(completions))
-    names = ("model", "mask", "logprobs", "probabilities", "rewards", "advantages", "lengths")
-    return dict(zip(names, (model, mask, logprobs, probabilities, rewards, advantages, mask.sum(1)), strict=True))
-
-
-@pytest.fixture
-def model(rows):
-    return rows["model"]
+    """The model of docs/details.py, and all of its completions; their log-probabilities (N, T) have a graph."""
+    model = details.new_model()
+    logprobs = details.at_tokens(details.next_logits(model).log_softmax(-1))
+    return SimpleNamespace(model=model, logprobs=logprobs, probabilities=logprobs.sum(1).exp(), right=details.REWARDS)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Make a folder with the current scripts, the bundled models, and the forks that the pages' commands create."""
+def forks(tmp_path_factory):
+    """Make a folder with the scripts and the forks that the pages' commands create, as {name: module}."""
     folder = tmp_path_factory.mktemp("forks")
     for name in ("docs", "models", "data"):
         (folder / name).symlink_to(ROOT / name)
@@ -83,15 +65,11 @@ def folder(tmp_path_factory):
         command = COPY.format(name, script.__name__)
         assert command in PAGES[name]
         subprocess.run(["sh", "-c", command], cwd=folder, check=True)
-    return folder
+    return {name: load_module(folder / f"my_{name}.py") for name in SCRIPTS}
 
 
-@pytest.fixture(scope="module")
-def forks(folder):
-    """Import the forks as {name: module}."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(folder)
-        yield {name: importlib.import_module(f"my_{name}") for name in SCRIPTS}
+def source_of(module):
+    return Path(module.__file__).read_text(encoding="utf-8")
 
 
 # ---- losses by hand and exact gradients; each check must fail on the wrong versions below
@@ -104,28 +82,30 @@ def loss_of(fork, logprobs, old_logprobs, advantages, mask, **settings):
     return loss, add_pairs([metrics])
 
 
-def check_maxrl(fork, model, rows):
+def check_maxrl(fork, rows):
     """The groups of four have one, three, none and all right. Over all groups of three, it is log p to second order."""
     rewards = tensor([1, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 1, 1, 1, 1])
     expected = tensor([3, -1, -1, -1, 1 / 3, 1 / 3, 1 / 3, -1, 0, 0, 0, 0, 0, 0, 0, 0])
     torch.testing.assert_close(fork.compute_advantages(rewards, 4), expected, rtol=1e-12, atol=1e-12)
-    right = rows["rewards"] == 1
-    p = (rows["probabilities"] * right).view(2, -1).sum(1)  # (2,), per prompt
-    exact = gradient_of(model, -((1 - p) + (1 - p) ** 2 / 2).sum())
+    p = rows.probabilities @ rows.right
+    exact = gradient_of(rows.model, -(1 - p) - (1 - p) ** 2 / 2)
     groups = tensor([*itertools.product([0, 1], repeat=3)])  # (8, 3)
     own = fork.compute_advantages(groups.flatten(), 3).view(8, 3)[:, 0]  # (8,), of the first in each group
     others = groups[:, 1:].sum(1)
-    p = p.detach().unsqueeze(1)
-    chances = p**others * (1 - p) ** (2 - others)  # (2, 8), the probability of the two others
-    mean = [(chances * own)[:, groups[:, 0] == kind].sum(1).repeat_interleave(len(right) // 2) for kind in (0, 1)]
-    # The loss is linear in advantages. Multiply by the lengths, because it is a mean over each completion.
-    advantages = torch.where(right, mean[1], mean[0]) * rows["probabilities"].detach() * rows["lengths"]
-    logprobs = rows["logprobs"]
-    loss, _ = loss_of(fork, logprobs, logprobs.detach(), advantages, rows["mask"])
-    assert relative_error(gradient_of(model, loss), -exact) < 1e-9
+    chances = p.detach() ** others * (1 - p.detach()) ** (2 - others)  # (8,), the probability of the two others
+    wrong, right = ((chances * own)[groups[:, 0] == kind].sum() for kind in (0, 1))
+    advantages = torch.where(rows.right > 0, right, wrong) * details.LENGTHS
+    assert error(expected_gradient(fork, rows, advantages), exact) < 1e-9
 
 
-def check_dppo(fork, model, rows):
+def expected_gradient(fork, rows, advantages, **settings):
+    """Return minus the mean gradient of a loss that is linear in advantages, where nothing has moved."""
+    weighed = advantages * rows.probabilities.detach()
+    loss, _ = loss_of(fork, rows.logprobs, rows.logprobs.detach(), weighed, details.MASK.bool(), **settings)
+    return -gradient_of(rows.model, loss)
+
+
+def check_dppo(fork, rows):
     """The second and fourth of six tokens are outside. The third and sixth moved back, and the fifth only a little."""
     new = tensor([[0.3, 0.5, 0.3, 0.9], [0.3, 0.005, 0.6, 0.9]])
     old = tensor([[0.2, 0.2, 0.6, 0.1], [0.5, 0.010, 0.3, 0.1]])  # the last column is padding
@@ -138,32 +118,25 @@ def check_dppo(fork, model, rows):
     torch.testing.assert_close(logprobs.grad, expected, rtol=1e-12, atol=1e-15)
     assert [metrics[f"policy/clip_fraction_{side}"] for side in ("low", "high")] == [(1, 6), (1, 6)]
     # If nothing has moved, it is the gradient of the expected reward, divided by each completion's length.
-    logprobs = rows["logprobs"]
-    advantages = rows["advantages"] * rows["probabilities"].detach()
-    loss, _ = loss_of(fork, logprobs, logprobs.detach(), advantages, rows["mask"], clip_eps=0.15)
-    exact = gradient_of(model, (rows["probabilities"] * rows["advantages"] / rows["lengths"]).sum())
-    assert relative_error(gradient_of(model, loss), -exact) < 1e-9
+    advantages = rows.right - (rows.probabilities @ rows.right).detach()
+    exact = gradient_of(rows.model, (rows.probabilities * advantages / details.LENGTHS).sum())
+    assert error(expected_gradient(fork, rows, advantages, clip_eps=0.15), exact) < 1e-9
 
 
 def check_gdpo(fork, *_):
-    """Of the page's group of four, one is right and two others have the format. Then come TRL's numbers."""
+    """Of a group of four, one is right and two others have the format. Then come TRL's numbers."""
     right, format = tensor([1, 0, 0, 0]), tensor([0, 1, 1, 0])
     sums = (right - 0.25) / (0.5 + 1e-4) + (format - 0.5) / (1 / 3**0.5 + 1e-4)
     expected = sums / ((sums.square().sum().item() / 3) ** 0.5 + 1e-4)
     parts = [{"right": a, "format": b} for a, b in zip(right.tolist(), format.tolist())]
     torch.testing.assert_close(fork.compute_advantages(parts, 4), expected, rtol=1e-12, atol=0)
-    both = expected, grpo.compute_advantages(right + format, 4)
-    shown = [0.69, 0.40, 0.40, -1.49], [0.50, 0.50, 0.50, -1.50]  # in the page's table
-    torch.testing.assert_close(both, (tensor(shown[0]), tensor(shown[1])), rtol=0, atol=0.005)
     for case in read_oracle("gdpo_trl"):
         groups = tensor(case["inputs"]["rewards"])  # (B/G, G, K)
         scores = [dict(enumerate(parts)) for group in groups.tolist() for parts in group]
         found = fork.compute_advantages(scores, groups.shape[1])
         torch.testing.assert_close(found, tensor(case["outputs"]["advantages"]), rtol=1e-7, atol=1e-7)
-        assert (found.view(groups.shape[:2])[(groups == groups[:, :1]).all(2).all(1)] == 0).all()
-    numbers = [0.1, 0.1, 0.1, 1, 0, 0]  # the mean of the first three is not 0.1, but 0.10000000000000002
-    found = fork.compute_advantages(numbers, 3).tolist()
-    assert found[:3] == [0, 0, 0] and found == fork.compute_advantages([{"a": x} for x in numbers], 3).tolist()
+    # The mean of the first three numbers is not 0.1, but 0.10000000000000002.
+    assert fork.compute_advantages([0.1, 0.1, 0.1, 1, 0, 0], 3).tolist()[:3] == [0, 0, 0]
 
 
 def results_of(fork, inputs, *settings):
@@ -209,280 +182,137 @@ def check_simpo(fork, *_):
 
 
 def check_ptx(fork, *_):
-    """The gradient is that of PPO's loss less 0.7 times the mean log-likelihood, which plain forward passes give."""
+    """The gradient is that of -0.7 times the mean log-likelihood, which plain forward passes give."""
     models = {"model": ROOT / "models/tiny", "reward_model": ROOT / "models/tiny-reward", "tiny": True}
     args = parse(fork, ptx_coef=0.7, temperature=0.5, microbatch_tokens=40, **models)
-    tokenizer, cpu = AutoTokenizer.from_pretrained(args.model), torch.device("cpu")
-    policy, value_model = fork.load_policy(args, tokenizer, cpu), fork.load_scorer(args, tokenizer, cpu)
-    ids, mask = pad([[3, 4], [5, 0, 1, 6]], [[7, 8, 9], [10, 5]])
-    batch = {"ids": ids, "completion_mask": mask, "total_lengths": torch.tensor([5, 6])}
-    noise = torch.randn(5, *ids.shape, generator=torch.Generator().manual_seed(0))
-    batch |= dict(zip(("old_logprobs", "sampler_logprobs", "advantages", "old_values", "returns"), noise))
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    policy = fork.load_policy(args, tokenizer, torch.device("cpu"))
     texts = ["12+34=46", "<|user|>1+2=<|assistant|>\\boxed{3}<|end|>", "", "7", "1+2=3;" * 30]  # the last is cut off
-    fork.accumulate_gradients(policy, value_model, batch, torch.arange(2), 6, args)
     metrics = fork.accumulate_ptx(policy, tokenizer, [{"text": text} for text in texts], args)
     found = torch.cat([weight.grad.flatten() for weight in policy.parameters()])
-    logprobs, _ = policy(ids, mask, 0.5)
-    names = ("old_logprobs", "sampler_logprobs", "advantages")
-    loss, _ = fork.policy_loss(logprobs, *(batch[name] for name in names), mask, 0.2, 2.0)
-    lines = [tokenizer(text)["input_ids"][:80] for text in texts]
-    likelihoods = [
-        policy.model(torch.tensor([line])).logits[0, :-1].log_softmax(-1)[range(len(line) - 1), line[1:]]
-        for line in lines
-        if len(line) > 1
-    ]
+    likelihoods = []
+    for line in [tokenizer(text)["input_ids"][:80] for text in texts if len(text) > 1]:
+        logprobs = policy.model(torch.tensor([line])).logits[0, :-1].log_softmax(-1)
+        likelihoods.append(logprobs[range(len(line) - 1), line[1:]])
     mean = torch.cat(likelihoods).mean()
-    assert relative_error(found, gradient_of(policy.model, loss / 6 - 0.7 * mean)) < 1e-4
+    assert error(found, gradient_of(policy.model, -0.7 * mean)) < 1e-4
     [(total, count)] = add_pairs(metrics).values()
     assert total / count == pytest.approx(-mean.item(), rel=1e-4)
 
 
-CHECKS = {name: globals()[f"check_{name}"] for name in SCRIPTS}
-GROUP_STD, WHITEN = "groups.std(1, keepdim=True)", "advantages / (mean_metrics("
-MOVED, PARTS = "advantages.sign() * moved", "scores], dtype=torch.float64)"
-WRONG = {  # {fork: {mistake in its loss: (old text, new text)}}
-    "maxrl": {
-        "over the deviation": ("mean.clamp(min=1e-4)", "groups.std(1, keepdim=True)"),
-        "not divided": (" / mean.clamp(min=1e-4)", ""),
-        "no baseline": ("(groups - mean)", "groups"),
-        "the mean of all groups": ("groups.mean(1, keepdim=True)  #", "groups.mean().expand(len(groups), 1)  #"),
-        "the wrong sign": ("(groups - mean)", "(mean - groups)"),
-    },
-    "dppo": {
-        "how far the ratio is from 1": (MOVED, "advantages.sign() * (ratio - 1)"),
-        "log-probabilities": ("logprobs.detach().exp() - old_logprobs.exp()", "log_ratio"),
-        "both directions": (MOVED, "moved.abs()"),
-        "the other direction": (MOVED, "-advantages.sign() * moved"),
-        "no bound below": (MOVED, "(advantages > 0) * moved"),
-        "nothing is left out": ("torch.where(outside, 0.0, -ratio * advantages)", "-ratio * advantages"),
-        "padding counts": ("torch.where(mask, weight * token_loss, 0.0)", "weight * token_loss"),
-        "no ratio": ("-ratio * advantages", "-advantages * logprobs"),
-        "a sum in place of the mean": ("(token_loss.sum(1) / lengths).sum()", "token_loss.sum()"),
-        "the wrong sign": ("-ratio * advantages", "ratio * advantages"),
-    },
-    "gdpo": {
-        "the parts are added up first": (PARTS, f"{PARTS}.sum(1, keepdim=True)"),
-        "the first part alone": (".sum(2)", "[:, :, 0]"),
-        "the std of all groups": (GROUP_STD, "groups.std((0, 1), keepdim=True)"),
-        "not divided by the group's std": (f"({GROUP_STD} + 1e-4)", "1"),
-        "not divided by the batch's std": (WHITEN, "advantages  # ("),
-        "the batch's std with divisor B": ("len(scores) - 1 / WORLD_SIZE", "len(scores)"),
-        "the batch's mean is subtracted": (WHITEN, WHITEN.replace("advantages", "(advantages - advantages.mean())")),
-        "rounding": ("torch.where(equal, 0.0, advantages)", "advantages"),
-        "the wrong sign": ("centred = groups -", "centred = -groups +"),
-    },
-    "ipo": {
-        "twice the target": ("(margins - 0.5)", "(margins - 1.0)"),
-        "the target without tau": ("(margins - 0.5) ** 2 / beta**2", "(margins / beta - 0.5) ** 2"),
-        "not divided": ("(margins - 0.5) ** 2 / beta**2", "(margins - 0.5) ** 2"),
-        "no square": ("(margins - 0.5) ** 2 / beta**2", "(margins - 0.5).abs() / beta"),
-        "the wrong sign": ("(margins - 0.5)", "(margins + 0.5)"),
-        "smoothed towards the same target": ("(margins + 0.5)", "(margins - 0.5)"),
-    },
-    "simpo": {
-        "sums of log-probabilities": ("(chosen_logprobs / lengths[:, 0] -", "(chosen_logprobs -"),
-        "the other's length": ("rejected_logprobs / lengths[:, 1])", "rejected_logprobs / lengths[:, 0])"),
-        "log-ratios": ("(chosen_logprobs /", "(chosen_log_ratios /"),
-        "no target": ("margins - gamma", "margins"),
-        "the target on the other side": ("margins - gamma", "margins + gamma"),
-        "the target times beta": ("margins - gamma", "margins - beta * gamma"),
-        "the wrong sign": ("margins = beta", "margins = -beta"),
-    },
-    "ptx": {
-        "the wrong sign": ("loss = -logprobs.sum()", "loss = logprobs.sum()"),
-        "the temperature of samples": ("mask, 1.0)", "mask, args.temperature)"),
-        "a mean per microbatch": ("loss / num_tokens", "loss / mask.sum()"),
-        "no coefficient": ("(args.ptx_coef * loss", "(loss"),
-        "texts are not cut off": ('["input_ids"][:limit]', '["input_ids"]'),
-        "the second token is left out": ("torch.arange(len(text)) > 0", "torch.arange(len(text)) > 1"),
-    },
-}
+CHECKS = {"maxrl": check_maxrl, "dppo": check_dppo, "gdpo": check_gdpo}
+CHECKS |= {"ipo": check_ipo, "simpo": check_simpo, "ptx": check_ptx}
+GROUP_STD, MOVED, PARTS = "groups.std(1, keepdim=True)", "advantages.sign() * moved", "scores], dtype=torch.float64)"
+WRONG = [  # (fork, old text, new text)
+    ("maxrl", "mean.clamp(min=1e-4)", GROUP_STD),
+    ("maxrl", "(groups - mean)", "groups"),
+    ("dppo", MOVED, "advantages.sign() * (ratio - 1)"),
+    ("dppo", MOVED, "moved.abs()"),
+    ("dppo", "torch.where(outside, 0.0, -ratio * advantages)", "-ratio * advantages"),
+    ("dppo", "torch.where(mask, weight * token_loss, 0.0)", "weight * token_loss"),
+    ("gdpo", PARTS, f"{PARTS}.sum(1, keepdim=True)"),
+    ("gdpo", "advantages / (mean_metrics(", "advantages  # ("),
+    ("gdpo", "torch.where(equal, 0.0, advantages)", "advantages"),
+    ("ipo", "(margins - 0.5)", "(margins - 1.0)"),
+    ("ipo", "(margins - 0.5) ** 2 / beta**2", "(margins / beta - 0.5) ** 2"),
+    ("ipo", "(margins + 0.5)", "(margins - 0.5)"),
+    ("simpo", "(chosen_logprobs / lengths[:, 0] -", "(chosen_logprobs -"),
+    ("simpo", "(chosen_logprobs /", "(chosen_log_ratios /"),
+    ("simpo", "margins - gamma", "margins + gamma"),
+    ("ptx", "loss = -logprobs.sum()", "loss = logprobs.sum()"),
+    ("ptx", "mask, 1.0)", "mask, args.temperature)"),
+    ("ptx", "loss / num_tokens", "loss / mask.sum()"),
+]
 
 
 @each_fork
 @pytest.mark.usefixtures("alone")
-def test_loss_by_hand_and_exact_gradient(name, forks, model, rows):
-    CHECKS[name](forks[name], model, rows)
+def test_loss_by_hand_and_exact_gradient(name, forks, rows):
+    CHECKS[name](forks[name], rows)
 
 
-@pytest.mark.parametrize("name, mistake", [(name, mistake) for name in WRONG for mistake in WRONG[name]])
+@pytest.mark.parametrize("name, old, new", WRONG)
 @pytest.mark.usefixtures("alone")
-def test_a_wrong_loss_is_caught(name, mistake, folder, tmp_path, model, rows):
-    source, (old, new) = (folder / f"my_{name}.py").read_text(encoding="utf-8"), WRONG[name][mistake]
-    assert source.count(old) == 1
-    (tmp_path / "wrong.py").write_text(source.replace(old, new), encoding="utf-8")
+def test_a_wrong_loss_is_caught(name, old, new, forks, tmp_path, rows):
+    wrong = edited(source_of(forks[name]), {old: new}, tmp_path / "wrong.py")
     with pytest.raises(AssertionError):
-        CHECKS[name](load_module(tmp_path / "wrong.py"), model, rows)
-
-
-@pytest.mark.parametrize("name", ["maxrl", "dppo", "ipo"])
-def test_the_script_that_is_forked_has_another_loss(name, model, rows):
-    with pytest.raises(AssertionError):
-        CHECKS[name](SCRIPTS[name], model, rows)
+        CHECKS[name](wrong, rows)
 
 
 # ---- training
 
 
-def train(fork, folder, *names, **settings):
-    """Train for two steps; return the metrics, and the calls of the named functions."""
-    with pytest.MonkeyPatch.context() as patch:
-        calls = [record(patch, fork, name) for name in names]
-        fork.main(parse(fork, run_dir=folder, num_steps=2, eval_prompts=4, minibatch_size=8, seed=3, **settings))
-    lines = read_jsonl(folder / "metrics.jsonl")
+@each_fork
+def test_forks_train(name, forks, tmp_path, monkeypatch):
+    """The rewards of GDPO have parts; the texts of PPO-ptx become more likely."""
+    fork, settings = forks[name], {"prompts_per_step": 4, "group_size": 4, "warmup_steps": 0, "learning_rate": 4e-4}
+    if name == "gdpo":
+        parts = [{"right": right, "even": even} for right in (0.0, 1.0) for even in (0.0, 1.0)]
+        monkeypatch.setattr(fork, "score_completions", lambda texts, _rows: [parts[len(text) % 4] for text in texts])
+    if SCRIPTS[name] is dpo:
+        pairs = read_jsonl(ROOT / "data" / "preferences" / "train.jsonl")[:40]
+        settings = {"dataset": write_jsonl(tmp_path / "pairs.jsonl", pairs)}
+    if name == "ptx":
+        (tmp_path / "texts").mkdir()
+        write_jsonl(tmp_path / "texts/train.jsonl", [{"text": f"{i}+1={i + 1}"} for i in range(10, 80)])
+        settings = {"prompts_per_step": 16, "ptx_dataset": tmp_path / "texts", "learning_rate": 1e-3, "ptx_coef": 10.0}
+    sizes = {"num_steps": 2, "eval_prompts": 4, "minibatch_size": 8, "seed": 3}
+    fork.main(parse(fork, run_dir=tmp_path / "run", **sizes | settings))
+    lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert all(math.isfinite(value) for line in lines for value in line.values())
     assert all(line["optim/grad_norm"] > 0 for line in lines[1:])
-    return lines, *calls
-
-
-ONLINE = {"prompts_per_step": 4, "group_size": 4, "warmup_steps": 0, "learning_rate": 4e-4}
-
-
-@pytest.mark.parametrize("name", ["maxrl", "dppo"])
-def test_forks_of_grpo_train(name, forks, tmp_path):
-    lines, calls = train(forks[name], tmp_path / "run", "policy_loss", **ONLINE)
-    assert calls and all(line["policy/approx_kl"] > 0 and "policy/ref_kl" in line for line in lines[1:])
-
-
-def test_gdpo_trains_on_parts_and_leaves_out_completions_of_advantage_0(forks, tmp_path, monkeypatch):
-    fork = forks["gdpo"]
-
-    def score_completions(texts, rows):
-        pairs = zip(texts, rows)
-        return [{"right": fork.is_correct(text, row["answer"]), "even": len(text) % 2 == 0} for text, row in pairs]
-
-    monkeypatch.setattr(fork, "score_completions", score_completions)
-    names = "compute_advantages", "microbatches"
-    lines, calls, passes = train(fork, tmp_path / "run", *names, kl_coef=0.0, **ONLINE)
-    for ((scores, group_size), advantages), line in zip(calls, lines[1:], strict=True):
-        assert group_size == 4 and advantages.any()
-        for part in ("right", "even"):
-            assert line[f"reward/{part}"] == statistics.mean(score[part] for score in scores)
-    updates = passes[2:4], passes[6:8]  # each after the passes for the old log-probabilities
-    for (_, advantages), pair in zip(calls, updates, strict=True):
-        assert all(torch.equal(given[0]["advantages"], advantages.float()) for given, _ in pair)
-        used = torch.cat([given[1] for given, _ in pair]).sort().values
-        assert torch.equal(used, advantages.nonzero().flatten()) and len(used) < len(advantages)
+    if name == "gdpo":
+        assert all("reward/right" in line and "reward/even" in line for line in lines[1:])
+    if name == "ptx":
+        assert lines[2]["loss/ptx"] < lines[1]["loss/ptx"] - 0.5
 
 
 RANKS = """
-import json, sys
-from pathlib import Path
-folder, scores = Path(sys.argv[1]), json.loads(sys.argv[2])
-sys.path.insert(0, str(folder))
-import my_gdpo
-my_gdpo.init_ranks()
-scores = scores[:8] if my_gdpo.RANK == 0 else scores[8:]
-Path(f"{my_gdpo.RANK}.json").write_text(json.dumps(my_gdpo.compute_advantages(scores, 4).tolist()))
-my_gdpo.dist.destroy_process_group()
-"""
-
-
-@pytest.mark.usefixtures("alone")
-def test_gdpo_divides_by_the_standard_deviation_over_all_ranks(forks, folder, tmp_path, monkeypatch):
-    """One rank has two groups, the other has one."""
-    monkeypatch.chdir(tmp_path)
-    Path("ranks.py").write_text(RANKS)
-    rights = [1, 0, 0, 0, 1, 1, 1, 1, 0, 1, 1, 0]
-    scores = [{"right": right, "even": i % 3 == 0} for i, right in enumerate(rights)]
-    run_on_ranks(tmp_path / "ranks.py", folder, json.dumps(scores))
-    found = [x for rank in (0, 1) for x in json.loads(Path(f"{rank}.json").read_text())]
-    assert found == pytest.approx(forks["gdpo"].compute_advantages(scores, 4).tolist(), rel=1e-12)
-    assert found[:8] != pytest.approx(forks["gdpo"].compute_advantages(scores[:8], 4).tolist(), rel=1e-3)
-
-
-@pytest.mark.parametrize("name", ["ipo", "simpo"])
-def test_forks_of_dpo_train(name, forks, tmp_path):
-    pairs = read_jsonl(ROOT / "data" / "preferences" / "train.jsonl")[:40]
-    dataset = write_jsonl(tmp_path / "pairs.jsonl", pairs)
-    names = ("pair_logprobs", "preference_loss")
-    lines, passes, losses = train(forks[name], tmp_path / "run", *names, dataset=dataset, microbatch_tokens=10_000)
-    assert all("pair/chosen_log_ratio" in line for line in lines[1:]) and "eval/pair_loss" in lines[-1]
-    assert [len(given[0]) for given, _ in losses] == [4, 8, 8, 4]  # an evaluation, two steps, another evaluation
-    for ((_, batch), logprobs), (given, _) in zip(passes[::2], losses, strict=True):  # the others are the reference's
-        assert given[0].tolist() == logprobs[0].tolist()
-        assert given[0].requires_grad == (len(given[0]) == 8)
-        if name == "simpo":
-            assert given[4].tolist() == torch.stack([batch[f"{kind}_mask"].sum(1) for kind in KINDS], 1).tolist()
-
-
-def test_ptx_trains_on_as_many_texts_as_completions(forks, tmp_path):
-    """No text comes twice before all have come once; they become more likely."""
-    (tmp_path / "texts").mkdir()
-    write_jsonl(tmp_path / "texts/train.jsonl", [{"text": f"{i}+1={i + 1}"} for i in range(10, 80)])
-    sizes = {"prompts_per_step": 16, "ptx_dataset": tmp_path / "texts", "learning_rate": 1e-3, "ptx_coef": 10.0}
-    lines, calls = train(forks["ptx"], tmp_path / "run", "accumulate_ptx", **sizes)
-    texts = [row["text"] for (_, _, rows, _), _ in calls for row in rows]
-    assert len(texts) == 2 * 2 * 16 and len({*texts}) == 64  # steps, epochs, completions
-    assert lines[2]["loss/ptx"] < lines[1]["loss/ptx"] - 0.5
-    assert all(line["loss/value"] > 0 and line["policy/approx_kl"] > 0 for line in lines[1:])
-
-
-RANKS_OF_PTX = """
 import sys
-from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import torch
-import my_ptx
+import my_gdpo, my_ptx
 device = my_ptx.init_ranks()
+rank, world_size = my_ptx.RANK, my_ptx.WORLD_SIZE
+scores = [{"right": i % 5 == 0, "even": i % 3 == 0} for i in range(12)]
+scores = scores if world_size == 1 else (scores[:8], scores[8:])[rank]
 args = my_ptx.TINY
 args.microbatch_tokens = 20
 tokenizer = my_ptx.AutoTokenizer.from_pretrained(args.model)
 policy = my_ptx.load_policy(args, tokenizer, device)
 rows = [{"text": "1+2=3;" * number} for number in (1, 2, 3, 4, 5, 6)]
-metrics = my_ptx.accumulate_ptx(policy, tokenizer, rows[my_ptx.RANK :: my_ptx.WORLD_SIZE], args)
-mean = my_ptx.mean_metrics(metrics)["loss/ptx"]
-gradient = torch.cat([weight.grad.full_tensor().flatten() for weight in policy.parameters()])
-torch.save((mean, gradient), f"{my_ptx.RANK}.pt")
+metrics = my_ptx.accumulate_ptx(policy, tokenizer, rows[rank::world_size], args)
+gradients = [weight.grad for weight in policy.parameters()]
+gradients = [weight.full_tensor() if hasattr(weight, "full_tensor") else weight for weight in gradients]
+gradient = torch.cat([weight.flatten() for weight in gradients])
+torch.save((my_gdpo.compute_advantages(scores, 4), gradient), f"{sys.argv[2]}/{world_size}{rank}.pt")
 my_ptx.dist.destroy_process_group()
 """
 
 
-@pytest.mark.usefixtures("alone")
-def test_ptx_divides_by_the_tokens_of_all_ranks(forks, folder, tmp_path, monkeypatch):
-    fork = forks["ptx"]
-    monkeypatch.chdir(tmp_path)
-    Path("ranks.py").write_text(RANKS_OF_PTX)
-    run_on_ranks(tmp_path / "ranks.py", folder)
-    tokenizer = AutoTokenizer.from_pretrained(fork.TINY.model)
-    policy = fork.load_policy(fork.TINY, tokenizer, torch.device("cpu"))
-    rows = [{"text": "1+2=3;" * number} for number in (1, 2, 3, 4, 5, 6)]
-    expected = fork.mean_metrics(fork.accumulate_ptx(policy, tokenizer, rows, fork.TINY))["loss/ptx"]
-    gradient = torch.cat([weight.grad.flatten() for weight in policy.parameters()])
-    for rank in (0, 1):
-        mean, found = torch.load(f"{rank}.pt")
-        assert mean == pytest.approx(expected, rel=1e-5) and relative_error(found, gradient) < 1e-5
-
-
-# ---- the pages
+def test_gdpo_and_ptx_divide_by_numbers_of_all_ranks(forks, tmp_path, monkeypatch):
+    """Of GDPO's groups one rank has two and the other has one; the texts of PPO-ptx differ in length."""
+    folder = Path(forks["ptx"].__file__).parent
+    monkeypatch.setattr(sys, "argv", ["ranks.py", str(folder), str(tmp_path)])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    exec(RANKS, {})
+    (tmp_path / "ranks.py").write_text(RANKS)
+    run_on_ranks(tmp_path / "ranks.py", folder, tmp_path)
+    [(advantages, gradient), *ranks] = [torch.load(tmp_path / f"{name}.pt") for name in ("10", "20", "21")]
+    found = torch.cat([own for own, _ in ranks])
+    torch.testing.assert_close(found, advantages, rtol=1e-12, atol=0)
+    assert all(error(own, gradient) < 1e-5 for _, own in ranks)
 
 
 @each_fork
-def test_pages_are_short_and_edit_nothing_below_the_line(name, folder):
-    text, fork = re.sub(r"^```diff\n.*?^```\n", "", PAGES[name], flags=re.DOTALL | re.MULTILINE), f"my_{name}.py"
-    assert len(text.splitlines()) <= 50 and "## Results" in text and "arxiv.org/abs/" in text
-    source = (ROOT / f"{SCRIPTS[name].__name__}.py").read_text(encoding="utf-8")
-    changed = (folder / fork).read_text(encoding="utf-8")
+def test_forks_edit_nothing_below_the_line(name, forks):
+    source, changed = source_of(SCRIPTS[name]), source_of(forks[name])
     assert changed != source and changed.partition(MARKER)[2] == source.partition(MARKER)[2]
-    diff = re.search(r"^```diff\n(.*?)^```", PAGES[name], re.DOTALL | re.MULTILINE)[1]
-    added = [line for line in diff.splitlines()[2:] if line.startswith("+")]
-    assert len(added) <= (40 if name == "ptx" else 17)
-    assert f"](forks/{name}.md)" in INTRODUCTION and SCRIPTS.keys() == PAGES.keys()
+    assert f"](forks/{name}.md)" in INTRODUCTION
 
 
 # ---- one-line forks, in fork.md
-
-
-@pytest.fixture(scope="module", params=["SAPO", "IcePop", "MC-GRPO", "REINFORCE++"])
-def short_fork(request, tmp_path_factory):
-    """Return the name, and grpo.py with the line of fork.md as a module."""
-    old, new = ONE_LINE[request.param]
-    source = (ROOT / "grpo.py").read_text(encoding="utf-8")
-    assert source.count(old) == 1 and len(ONE_LINE) == 4
-    path = tmp_path_factory.mktemp("short") / "short.py"
-    path.write_text(source.replace(old, new), encoding="utf-8")
-    return request.param, load_module(path)
 
 
 def check_short(name, script):
@@ -508,7 +338,9 @@ def check_short(name, script):
     assert loss.item() == pytest.approx(expected[name], rel=1e-9)
 
 
-def test_forks_of_one_line_are_those_of_their_papers(short_fork):
-    check_short(*short_fork)
+@pytest.mark.parametrize("name", ["SAPO", "IcePop", "MC-GRPO", "REINFORCE++"])
+def test_forks_of_one_line_are_those_of_their_papers(name, tmp_path):
+    old, new = ONE_LINE[name]
+    check_short(name, edited(source_of(grpo), {old: new}, tmp_path / "short.py"))
     with pytest.raises(AssertionError):
-        check_short(short_fork[0], grpo)
+        check_short(name, grpo)
