@@ -22,7 +22,6 @@ import grpo
 
 sys.path.append(str(ROOT / "examples"))
 import vllm_rollout
-import vllm_rollouts
 
 CPU = torch.device("cpu")
 NAMES = ("load_sampler", "copy_weights", "generate", "dist")
@@ -130,7 +129,7 @@ class Rollouts:
         chats = [[{"role": "user", "content": text}] for text in PROMPTS]
         given = {"add_generation_prompt": True, "return_dict": False}
         self.rows = [{"prompt_ids": self.tokenizer.apply_chat_template(chat, **given)} for chat in chats]
-        self.sampler = vllm_rollout.Sampler(grpo, self.args, 0.4)
+        self.sampler = vllm_rollout.Sampler(grpo, 0.4)
         assert grpo.load_sampler(self.args, self.tokenizer, CPU) is self.sampler
 
     def draw(self, temperature, rows=None, seed=1):
@@ -221,7 +220,7 @@ def test_ranks_have_an_engine_each_on_their_own_gpu(monkeypatch):
 
 def run(script, args):
     """Train with an engine that is not vLLM; return how often it gets weights."""
-    sampler = vllm_rollout.Sampler(script, args, 0.4)
+    sampler = vllm_rollout.Sampler(script, 0.4)
     script.main(args)
     events = " ".join(sampler.engine.events)
     assert re.fullmatch(r"push generate sleep (wake weights (push )?wake kv_cache generate sleep )+shutdown", events)
@@ -259,15 +258,11 @@ def test_weights_that_do_not_arrive_end_the_run(stale, monkeypatch):
 
 def test_the_flag_of_the_example_is_not_one_of_the_script(monkeypatch):
     given = []
-    monkeypatch.setattr(vllm_rollout, "Sampler", lambda script, _args, share: given.append((script, share)))
+    monkeypatch.setattr(vllm_rollout, "Sampler", lambda script, share: given.append((script, share)))
     monkeypatch.setattr(SCRIPTS["dapo"], "main", lambda args: given.append(args.num_steps))
     monkeypatch.setattr(sys, "argv", ["vllm_rollout.py", "dapo", "--gpu-memory", "0.25", "--num-steps", "3"])
     vllm_rollout.main()
     assert given == [(SCRIPTS["dapo"], 0.25), 3]
-
-
-def test_the_page_has_the_runs_of_the_benchmark():
-    assert vllm_rollouts.table() in (ROOT / "docs/vllm.md").read_text()
 
 
 # ---- whole runs with vLLM

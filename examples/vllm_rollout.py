@@ -33,8 +33,8 @@ from transformers.core_model_loading import revert_weight_conversion
 class Sampler:
     """A vLLM engine, in place of the model with which a script samples."""
 
-    def __init__(self, script, args, gpu_memory):
-        self.script, self.precision, self.gpu_memory = script, args.precision, gpu_memory
+    def __init__(self, script, gpu_memory):
+        self.script, self.gpu_memory = script, gpu_memory
         for name in ("load_sampler", "copy_weights", "generate"):
             setattr(script, name, getattr(self, name))
 
@@ -42,6 +42,7 @@ class Sampler:
         """Start an engine, which joins the script's process group, and give it the weights of the folder."""
         from vllm import LLM
 
+        self.dtype = getattr(torch, args.precision)
         on_gpu = torch.cuda.is_available()
         self.engine = LLM(
             args.model,
@@ -86,7 +87,7 @@ class Sampler:
         for name, weight in policy.model.named_parameters():
             if isinstance(weight, DTensor):
                 weight = weight.full_tensor()
-            weights[name] = weight.detach().to(getattr(torch, self.precision))
+            weights[name] = weight.detach().to(self.dtype)
         weights = revert_weight_conversion(policy.model, weights)  # to the names in checkpoints, as in save_pretrained
         self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
         self.engine.apply_model(pack_head)
@@ -130,9 +131,8 @@ def main():
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--gpu-memory", type=float, default=0.4)
     own, sys.argv[1:] = parser.parse_known_args()
-    args = script.parse_args()
-    Sampler(script, args, own.gpu_memory)
-    script.main(args)
+    Sampler(script, own.gpu_memory)
+    script.main(script.parse_args())
 
 
 if __name__ == "__main__":

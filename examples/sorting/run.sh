@@ -1,6 +1,6 @@
 #!/bin/sh
 # Train a model to sort under four rewards. The script makes the data, trains a base model with sft.py, trains it with
-# grpo.py under each reward, draws a picture, and prints samples. Results go to runs/sorting.
+# grpo.py under each reward, and draws a picture. Results go to runs/sorting. To read completions, use tools/look.py.
 #
 #     sh examples/sorting/run.sh                                   (SEEDS=1 for one seed instead of three)
 #
@@ -30,4 +30,4 @@ for seed in $seeds; do
             "--model $folder/base/checkpoint-$(printf %06d "$base_steps") --dataset $folder/data --seed $seed $flags"
     done
 done
-python examples/sorting/show.py "$folder"
+python tools/plot.py "$folder"/*__* --metrics reward/mean eval/accuracy rollout/length_mean --out "$folder/sorting.png"
