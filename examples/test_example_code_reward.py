@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -31,25 +32,13 @@ def completion(program):
     return f"<think>easy</think>\nHere it is:\n```python\n{program}\n```\nDone."
 
 
-def processes():
-    """Return the ids of the processes that run a sandbox or wait for one."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            found += [folder.name] * (code_reward.CHILD[-1].encode() in (folder / "cmdline").read_bytes())
-        except OSError:
-            continue
-    return found
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left():
-    """Check that a test leaves no process behind. A process that was killed may take a moment to disappear."""
-    yield
-    deadline = time.monotonic() + 6
-    while processes() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not processes()
+def count_processes():
+    """Return how many processes run a sandbox or wait for one."""
+    count = 0
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended
+            count += code_reward.CHILD[-1].encode() in file.read_bytes()
+    return count
 
 
 REWARDS = [
@@ -96,12 +85,6 @@ class Any(str):
     __eq__ = __ne__ = lambda *_: True
     __hash__ = None
 add = lambda *_: Any("5")
-# a deep value
-import functools
-add = lambda *_: functools.reduce(lambda deep, _: [deep], range(10**6), [])
-# a writer of its own
-import json
-json.dumps = lambda *_, **__: "[5, [1, 2]]"
 """
 
 
@@ -122,13 +105,16 @@ def test_the_values_are_nowhere_in_the_process():
 
 @boxed
 def test_a_program_ends_if_the_run_is_killed():
-    """nothing_is_left checks that no process remains."""
     code = "import code_reward\ncode_reward.SECONDS = 2\ncode_reward.run('import time; time.sleep(99)', [])"
     env = os.environ | {"PYTHONPATH": str(ROOT / "examples")}
     with subprocess.Popen([sys.executable, "-c", code], env=env) as process:
-        while len(processes()) < 3:  # the clock, unshare and the program
+        while count_processes() < 3:  # the clock, unshare and the program
             time.sleep(0.1)
         process.kill()
+    deadline = time.monotonic() + 10
+    while count_processes() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert count_processes() == 0
 
 
 PRELUDE = """
