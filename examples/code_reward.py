@@ -6,26 +6,24 @@ It takes the flags of grpo.py. The answer of a row is a JSON list of [call, valu
 
     {"prompt": "Write add(a, b) in Python.", "answer": "[[\"add(2, 3)\", 5], [\"add('a', 'b')\", \"ab\"]]"}
 
-Data with any other answer are refused. Values are compared as JSON: 5, 5.0, "5" and true are all different, and a
-tuple equals a list. For a value that JSON lacks, use a call such as repr(f(3)).
+Values are compared as JSON: 5, 5.0, "5" and true are all different, and a tuple equals a list. For a value that JSON
+lacks, use a call such as repr(f(3)).
 
 Each program runs in a sandboxed process of its own (code_sandbox.py). It gets only the calls; the parent process keeps
 the values. Its limits are 5 seconds, 512 MB of memory, 16 MB of files (in memory), 1 MB of output and one thread. It
-has no network, no environment variables, no capabilities, no /dev and no /proc. It can import the standard library. All
-that it sees of the host are libraries, which it can only read. The kernel refuses 29 system calls, such as those for
-sockets (so asyncio does not work), shared memory, and starting another program. If the machine runs out of memory, the
-kernel kills the program first. The time limit holds even if the training is killed. Each rank runs as many programs at
-once as there are CPUs for it.
+can import the standard library, but it has no network, no environment variables and no capabilities, and all that it
+sees of the host are libraries, which it can only read. The kernel refuses 29 system calls, such as those for sockets
+and for starting another program. Each rank runs as many programs at once as there are CPUs for it.
 
 The sandbox needs Linux 5.12 or newer, util-linux, and namespaces. Root can create them; other users can if the system
-allows it. Many containers do not allow it: the run then stops with one line before it loads the model. If you run as
-root, every user must be able to read the Python interpreter. Only x86-64 was tested.
+allows it. Many containers do not allow it: the run then stops before it loads the model. If you run as root, every user
+must be able to read the Python interpreter. Only x86-64 was tested.
 
 --unsafe keeps the refused calls and all limits except the one on files. But a program can then read the data with the
 answers, change files and disturb the training, as far as the user (for root: nobody) may do so.
 
-The sandbox does not protect against kernel bugs, timing side channels, a slow machine (the 5 seconds are wall time),
-answers that lie in a folder of libraries, or a model that has memorized the tests.
+The sandbox does not protect against kernel bugs, a slow machine (the 5 seconds are wall time), or a model that has
+memorized the tests.
 """
 
 import json
@@ -35,7 +33,7 @@ import resource
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from subprocess import PIPE, Popen
 
@@ -64,19 +62,6 @@ def run(program, calls):
     return values
 
 
-def read_rows(read, rows, args, tokenizer):
-    """Read rows as grpo.py does, and exit if an answer is not a list of tests."""
-    kept = read(rows, args, tokenizer)
-    for row in kept:
-        try:
-            calls, _ = zip(*json.loads(row["answer"]), strict=True)
-            all(compile(call.strip(), "call", "eval") for call in calls)
-        except Exception:
-            reason = "the answer is not a JSON list of pairs [call, value]"
-            raise SystemExit(f"{args.dataset}: {reason}: {row['answer']!r:.300}") from None
-    return kept
-
-
 @lru_cache(2**13)
 def is_correct(completion, answer):
     """Return whether the completion's last program passes every test of the answer. Accuracy counts this."""
@@ -103,6 +88,5 @@ if __name__ == "__main__":
     run("", ["0"]) or sys.exit(f"an empty program did not end within {SECONDS} seconds")  # fail now, not in training
     import grpo
 
-    grpo.read_rows = partial(read_rows, grpo.read_rows)
     grpo.is_correct, grpo.reward_fn, grpo.score_completions = is_correct, reward_fn, score_completions
     grpo.main(grpo.parse_args())

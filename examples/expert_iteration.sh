@@ -8,9 +8,9 @@
 # https://arxiv.org/abs/2304.06767v4
 #
 # In each round, the newest model writes SAMPLES completions for each of the first PROMPTS training prompts. At most
-# PER_PROMPT distinct right completions of each prompt are kept, and sft.py trains on them for EPOCHS epochs. With
-# START=last it trains the newest model, as in RAFT. With START=first it trains the first model in every round, as in
-# STaR. Left out: STaR's hints for prompts without a right completion, and RAFT's selection by a reward model.
+# PER_PROMPT distinct right completions of each prompt are kept, and sft.py trains the newest model on them for EPOCHS
+# epochs, as in RAFT; STaR trains the first model in every round. Left out: STaR's hints for prompts without a right
+# completion, and RAFT's selection by a reward model.
 #
 # Every setting is an environment variable (TINY=--tiny: MODEL is a checkpoint of the bundled one). On a real model:
 #
@@ -23,7 +23,7 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 seed=${1:-1}
 [ -n "${MODEL:-}" ] || : "${TINY:=--tiny}"
 : "${RUNS:=runs/expert_iteration__$seed}" "${MODEL:=$root/models/tiny}" "${DATASET:=$root/data/addition}" "${TINY:=}"
-: "${ROUNDS:=3}" "${PROMPTS:=512}" "${SAMPLES:=4}" "${PER_PROMPT:=4}" "${EPOCHS:=1}" "${START:=last}"
+: "${ROUNDS:=3}" "${PROMPTS:=512}" "${SAMPLES:=4}" "${PER_PROMPT:=4}" "${EPOCHS:=1}"
 : "${EVAL_PROMPTS:=256}" "${MINIBATCH:=64}" "${SFT:=--learning-rate 3e-4 --warmup-steps 4}" "${SAMPLE:=}"
 mkdir -p "$RUNS"
 
@@ -59,9 +59,7 @@ while [ "$round" -lt "$ROUNDS" ]; do
             --eval-prompts "$EVAL_PROMPTS" --seed "$((seed * 100 + round))" $SAMPLE --out "$right" >> "$RUNS/log.txt"
     fi
     steps=$((($(wc -l < "$right") * EPOCHS + MINIBATCH - 1) / MINIBATCH))
-    from=$newest
-    [ "$START" = last ] || from=$MODEL
-    run "sft_$round" sft.py --model "$from" $TINY --dataset "$right" --num-steps "$steps" \
+    run "sft_$round" sft.py --model "$newest" $TINY --dataset "$right" --num-steps "$steps" \
         --minibatch-size "$MINIBATCH" --eval-prompts 0 --seed "$seed" $SFT
     newest=$(ls -d "$RUNS/sft_$round"/checkpoint-* | tail -1)
     evaluate "$round" "$newest"

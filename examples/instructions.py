@@ -11,9 +11,8 @@ the completion meets the constraint and does not just repeat the prompt, otherwi
     python models/smollm2/make.py ...                              (once: see models/smollm2/README.md)
     python examples/instructions.py --model models/smollm2
     python examples/instructions.py gspo --model models/smollm2    (another script: any that samples, except PPO)
-    python examples/instructions.py sample --model models/smollm2  (tools/sample.py, with this rule)
 
-The defaults DATA, TRAINING and ADDED are for this model on two cores with 8 GB of memory (gkd: 9).
+The defaults SIZES and ADDED are for this model on two cores with 8 GB of memory (gkd: 9).
 """
 
 import importlib
@@ -26,10 +25,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 # Settings for SmolLM2-135M-Instruct. A flag given by hand comes later and wins.
-DATA = [f"--dataset={ROOT / 'data' / 'constraints'}", "--system-prompt=", "--eval-prompts=64"]
-DATA += ["--max-prompt-length=160", "--max-completion-length=64"]
-TRAINING = ["--num-steps=20", "--learning-rate=5e-5", "--warmup-steps=0", "--rollout-batch-size=128"]
-TRAINING += ["--prompts-per-step=16", "--minibatch-size=64", "--microbatch-tokens=2048"]
+SIZES = [f"--dataset={ROOT / 'data' / 'constraints'}", "--system-prompt=", "--eval-prompts=64"]
+SIZES += ["--max-prompt-length=160", "--max-completion-length=64", "--rollout-batch-size=128"]
+SIZES += ["--num-steps=20", "--learning-rate=5e-5", "--warmup-steps=0"]
+SIZES += ["--prompts-per-step=16", "--minibatch-size=64", "--microbatch-tokens=2048"]
 ADDED = {"grpo": ["--kl-coef=0"], "grpo_process": ["--kl-coef=0"], "gkd": ["--prompts-per-step=64"]}
 
 
@@ -76,14 +75,11 @@ def main():
     name = "grpo"
     if len(sys.argv) > 1 and not sys.argv[1].startswith("-"):
         name = sys.argv.pop(1)
-    script = importlib.import_module("grpo" if name == "sample" else name)  # whose functions tools/sample.py uses
+    script = importlib.import_module(name)
     script.is_correct = is_correct
-    flags = DATA + TRAINING + ADDED.get(name, [])
+    flags = SIZES + ADDED.get(name, [])
     if name in ("reinforce", "gkd"):  # they make one update per rollout
         flags.remove("--minibatch-size=64")
-    if name == "sample":
-        script = importlib.import_module("tools.sample")
-        flags = DATA
     if not any(word.startswith("--resume") for word in sys.argv):  # a run keeps its own
         sys.argv[1:1] = flags
     script.main(script.parse_args())

@@ -2,18 +2,12 @@
 
 import itertools
 import json
-import re
 import shutil
 from pathlib import Path
 
 import pytest
 from processes import run_file, run_shell
 from toy import ROOT, load_module, read_jsonl
-
-import sft
-
-FLAGS = "--eval-prompts 6 --prompts-per-step 4 --group-size 4 --minibatch-size 8 --max-completion-length 14"
-
 
 rewards, make = (load_module(ROOT / "examples" / "sorting" / f"{name}.py") for name in ("rewards", "make"))
 
@@ -33,60 +27,43 @@ def test_the_data_are_the_same_bytes_and_half_of_them_sorted(tmp_path):
     assert len(set(seen)) == len(seen)
 
 
-@pytest.mark.parametrize("answer", ["0 1 2", "0 0 1", "1 1 1", "0 1 1 2"])
+@pytest.mark.parametrize("answer", ["0 1 2", "0 0 1", "1 1 1"])
 def test_only_the_repaired_reward_and_exact_match_have_the_sorted_list_alone_at_the_top(answer):
     words, longest = ["0", "1", "2", "x"], len(answer.split()) + 1
     texts = [" ".join(text) for n in range(longest + 1) for text in itertools.product(words, repeat=n)]
-    assert len(texts) == len(set(texts)) and answer in texts
     for name, reward in rewards.REWARDS.items():
         assert reward(answer, answer) == 1
         hacked = [text for text in texts if text != answer and reward(text, answer) >= 1]
-        assert bool(hacked) == (name in ("position", "inclusion")), (name, hacked[:5])
-    # Partial credit: a list with a missing number earns more than one without any number.
-    assert 0 == rewards.repaired("x x x", "0 1 2") < rewards.repaired("0 1", "0 1 2") < 1
+        assert bool(hacked) == (name == "inclusion"), (name, hacked[:5])
 
 
 def test_what_the_rewards_pay_by_hand():
-    assert rewards.position("1 2 5 5 5 5", "1 2 5") == 1 and rewards.position("2 5", "1 2 5") == 0
     assert rewards.inclusion("1 2 5 5 5 5", "1 2 5") == (3 + 5) / 5
     assert rewards.repaired("1 2 5 5 5 5", "1 2 5") == (3 + 5) / 11
     assert rewards.repaired("1 5 2", "1 2 5") == (3 + 1) / 5
     assert rewards.repaired("1 2 x 5", "1 2 5") == (3 + 1) / 7  # neither neighbour of x is in order
 
 
-def test_the_shell_script_trains_goes_on_and_shows(tmp_path, monkeypatch):
-    line = re.search(r'"python sft.py" \\\n *"(.*)"', (ROOT / "examples" / "sorting" / "run.sh").read_text())[1]
-    flags = re.findall(r"--([a-z-]+)", line)  # of the base model, which this test does not train
-    assert len(flags) == 4 and {flag.replace("-", "_") for flag in flags} <= vars(sft.Args()).keys()
-    base = tmp_path / "base"
-    trained = base / "checkpoint-000300"  # the run looks finished, so run.sh does not train it
+def test_the_shell_script_trains_goes_on_and_draws(tmp_path, monkeypatch):
+    trained = tmp_path / "base" / "checkpoint-000300"  # the run looks finished, so run.sh does not train it
     shutil.copytree(ROOT / "models" / "tiny", trained)
     monkeypatch.chdir(tmp_path)
-    settings = {"FOLDER": str(tmp_path), "SEEDS": "3", "REWARDS": "inclusion", "FLAGS": FLAGS}
+    flags = "--eval-prompts 6 --prompts-per-step 4 --group-size 4 --minibatch-size 8 --max-completion-length 14"
+    settings = {"FOLDER": str(tmp_path), "SEEDS": "3", "REWARDS": "inclusion", "FLAGS": flags}
 
-    def run(**changes):
-        told = []
+    def do(words):
+        run_file(ROOT / words[0], *words[1:])
+        return 0
 
-        def do(words):
-            told.append(run_file(ROOT / words[0], *words[1:]))
-            return 0
-
-        status, said, asked = run_shell(ROOT / "examples/sorting/run.sh", do=do, **settings, **changes)
+    for steps in ("1", "2"):  # the run of one step is resumed
+        status, said, asked = run_shell(ROOT / "examples/sorting/run.sh", do=do, STEPS=steps, **settings)
         assert status == 0, said
-        assert [Path(words[0]).name for words in asked] == ["make.py", "rewards.py", "show.py"]
-        return told[-1]
-
-    run(STEPS="1")
+        assert [Path(words[0]).name for words in asked] == ["make.py", "rewards.py", "plot.py"]
     folder = tmp_path / "inclusion__3"
-    first = read_jsonl(folder / "metrics.jsonl")
-    told = run(STEPS="2")  # the run of one step is resumed
     lines = read_jsonl(folder / "metrics.jsonl")
-    assert [line["step"] for line in lines] == [0, 1, 2] and lines[:2] == first
-    samples = read_jsonl(folder / "samples.jsonl")
-    assert [row["step"] for row in samples] == [1, 2] and 0 <= lines[2]["eval/accuracy"] <= 1
-    for row in samples:
+    assert [line["step"] for line in lines] == [0, 1, 2] and 0 <= lines[2]["eval/accuracy"] <= 1
+    for row in read_jsonl(folder / "samples.jsonl"):
         assert row["rewards"] == [rewards.inclusion(text, row["answer"]) for text in row["completions"]]
     args = json.loads((folder / "args.json").read_text())
     assert args["seed"] == 3 and args["model"] == str(trained)
-    assert (tmp_path / "sorting.png").is_file() and not (base / "metrics.jsonl").exists()
-    assert "inclusion__3: " in told and "| inclusion | eval/accuracy | 1 | 2 |" in told
+    assert (tmp_path / "sorting.png").is_file() and not (tmp_path / "base" / "metrics.jsonl").exists()

@@ -1,4 +1,4 @@
-"""Train a model to sort with grpo.py and one of four rewards: exact, position, inclusion or repaired.
+"""Train a model to sort with grpo.py and one of three rewards: exact, inclusion or repaired.
 
     python examples/sorting/rewards.py inclusion --num-steps 20
 
@@ -26,12 +26,6 @@ def exact(completion, answer):
     return completion.split() == answer.split()
 
 
-def position(completion, answer):
-    """Return the share of the answer's numbers that are in their place. Numbers after these are ignored."""
-    given, gold = numbers(completion), numbers(answer)
-    return sum(a == b for a, b in zip(given, gold)) / len(gold)
-
-
 def inclusion(completion, answer):
     """Return how many of the answer's numbers are present plus how many neighbours are in order, scaled.
 
@@ -55,7 +49,7 @@ def repaired(completion, answer):
     return (included + ordered) / (2 * max(len(given), len(gold)) - 1)
 
 
-REWARDS = {"exact": exact, "position": position, "inclusion": inclusion, "repaired": repaired}
+REWARDS = {"exact": exact, "inclusion": inclusion, "repaired": repaired}
 
 
 if __name__ == "__main__":

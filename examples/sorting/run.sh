@@ -1,13 +1,13 @@
 #!/bin/sh
-# Train a model to sort under four rewards. The script makes the data, trains a base model with sft.py, trains it with
-# grpo.py under each reward, draws a picture, and prints samples. Results go to runs/sorting.
+# Train a model to sort under three rewards. The script makes the data, trains a base model with sft.py, trains it with
+# grpo.py under each reward, and draws a picture. Results go to runs/sorting. To read completions, use tools/look.py.
 #
 #     sh examples/sorting/run.sh                                   (SEEDS=1 for one seed instead of three)
 #
 # If it was stopped, call it again: it skips finished runs and resumes a run that has a saved state.
 set -eu
 cd "$(dirname "$0")/../.."
-folder=${FOLDER:-runs/sorting} seeds=${SEEDS:-1 2 3} rewards=${REWARDS:-exact position inclusion repaired}
+folder=${FOLDER:-runs/sorting} seeds=${SEEDS:-1 2 3} rewards=${REWARDS:-exact inclusion repaired}
 base_steps=${BASE_STEPS:-300} steps=${STEPS:-24} flags=${FLAGS:---eval-every 8 --eval-prompts 256}
 export OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1
 
@@ -30,4 +30,4 @@ for seed in $seeds; do
             "--model $folder/base/checkpoint-$(printf %06d "$base_steps") --dataset $folder/data --seed $seed $flags"
     done
 done
-python examples/sorting/show.py "$folder"
+python tools/plot.py "$folder"/*__* --metrics reward/mean eval/accuracy rollout/length_mean --out "$folder/sorting.png"
