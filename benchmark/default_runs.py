@@ -36,7 +36,7 @@ DRAWN += ["eval/pair_chosen_log_ratio", "eval/pair_rejected_log_ratio"]
 
 def run(script, seed):
     """Make a run and add its record to the file."""
-    folder = FOLDER / f"{script}_{seed}"
+    folder = FOLDER / f"{script}__{seed}"
     command = f"python {script}.py --eval-every {EVAL_EVERY.get(script, 3)} --seed {seed}"
     record = make_run(script, seed, command, folder)
     if script == "dpo":
@@ -71,7 +71,7 @@ def draw(script):
     """Draw a script's picture from its runs: the mean over seeds, and a band from the lowest to the highest."""
     records = read_records(RECORDS)
     found = [name for name in DRAWN if name in records[script, 1]["metrics"]][:6]
-    runs = [str(FOLDER / f"{script}_{seed}") for seed in SEEDS]
+    runs = [str(FOLDER / f"{script}__{seed}") for seed in SEEDS]
     title = f"python {script}.py\nlines: mean of {len(SEEDS)} seeds; bands: lowest to highest"
     command = ["tools/plot.py", *runs, "--out", f"docs/pictures/{script}.png", "--title", title, "--metrics", *found]
     subprocess.run([sys.executable, *command], check=True, stdout=subprocess.DEVNULL)
