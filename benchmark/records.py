@@ -7,6 +7,7 @@ minutes, GiB, and {metric: {step: value}}. A busy machine changes CPU minutes le
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -24,8 +25,7 @@ LOCK = Lock()  # of the file of records
 def processor():
     """Return the name of the processor."""
     information = Path("/proc/cpuinfo")
-    names = information.read_text().splitlines() if information.exists() else []
-    names = [line.partition(": ")[2] for line in names if line.startswith("model name")]
+    names = re.findall(r"model name\s*: (.*)", information.read_text()) if information.exists() else []
     return names[0] if names else platform.processor()
 
 

@@ -36,8 +36,11 @@ def test_commands_have_flags_that_there_are(name):
 
 
 @pytest.mark.parametrize("name", mistakes.MISTAKES)
-def test_each_mistake_fits_and_leaves_a_script_that_compiles(name):
+def test_each_mistake_fits_the_script_and_shows_with_all_seeds(name):
     compile(mistakes.edited(name), "grpo.py", "exec")
+    records, metric = read_records(mistakes.RECORDS), mistakes.MISTAKES[name][0]
+    right, wrong = (mistakes.values_of(records, key, metric) for key in (mistakes.RIGHT, name))
+    assert mistakes.is_outside(wrong, right)
 
 
 def test_gpu_py_runs_on_a_cpu_with_a_tiny_model(tmp_path):
