@@ -126,7 +126,7 @@ def draw(records):
         for i in range(len(own)):
             axes.plot(steps, [values[i] for values in by_step.values()], color=color, alpha=0.4, linewidth=1)
         means = [mean(values) for values in by_step.values()]
-        axes.plot(steps, means, color=color, linewidth=3, label=f"{BY_STEP[name].replace('`', '')}: mean of 3 seeds")
+        axes.plot(steps, means, color=color, linewidth=3, label=f"{BY_STEP[name].replace('`', '')}, seeds: {len(own)}")
     axes.set(xlabel="step (128 completions each)", ylabel="greedy accuracy", ylim=0, xticks=steps)
     axes.set_title("GRPO on SmolLM2-135M: 200 held-out instructions with a constraint")
     axes.legend(loc="lower right")
