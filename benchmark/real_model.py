@@ -83,10 +83,9 @@ def records_of(records, name):
 
 def cost(own):
     """Return the most CPU minutes and the largest memory of some runs."""
-    return [
-        f"{max(record.get('minutes', 0) for record in own):.0f}",
-        f"{max(record.get('gib', 0) for record in own):.1f}",
-    ]
+    own = [record for record in own if "minutes" in record]
+    minutes, gib = ([record[key] for record in own] for key in ("minutes", "gib"))
+    return [f"{max(minutes):.0f}", f"{max(gib):.1f}"] if own else ["", ""]
 
 
 def accuracies(own):
