@@ -22,21 +22,19 @@ FLAGS += " --minibatch-size 16 --microbatch-tokens 512 --num-steps 10 --eval-eve
 LOSS_MASK = "mask,\n                    args.clip_eps"
 FORWARD = 'entropies = policy(microbatch["ids"], mask, args.temperature)'
 CENTRED = "groups - groups.mean(1, keepdim=True)"
-STD = "groups.std(1, keepdim=True)"
 REFERENCE = "load_policy(args, tokenizer, device).requires_grad_(False)"
 # {name: (metric that shows it, old text, new text)}, in the order of the page
 MISTAKES = {
     "mask shifted by a token": ("eval/accuracy", LOSS_MASK, LOSS_MASK.replace("mask", "mask.roll(1, 1)")),
     "rewards not centred": ("eval/accuracy", CENTRED, "groups"),
-    "answer of the next row": ("eval/accuracy", "zip(completions, rows)", "zip(completions, rows[1:] + rows[:1])"),
+    "answer of the next row": ("eval/reward", "zip(completions, rows)", "zip(completions, rows[1:] + rows[:1])"),
     "warm-up counted in rollouts": ("eval/accuracy", "(step - 1) * len(minibatches) + update + 1", "step"),
     "KL term with the wrong sign": ("policy/ref_kl", "+ kl_coef * ref_kl", "- kl_coef * ref_kl"),
-    "reference is the current policy": ("policy/ref_kl", REFERENCE, "policy"),
+    "reference is the current policy": ("loss/policy", REFERENCE, "policy"),
     "gradients not set to zero": ("policy/ref_kl", "    optimizer.zero_grad()\n", ""),
     "no temperature in the update": ("policy/approx_kl", FORWARD, FORWARD.replace("args.temperature", "1.0")),
     "old log-probabilities of the current policy": ("policy/approx_kl", 'microbatch["old_logprobs"]', "logprobs"),
     "max instead of min in the loss": ("policy/approx_kl", "torch.min(ratio", "torch.max(ratio"),
-    "std with divisor G": ("optim/grad_norm", STD, "groups.std(1, keepdim=True, correction=0)"),
     "loss divided by the microbatch": (
         "optim/grad_norm",
         "loss / rank_minibatch_size",
@@ -83,7 +81,8 @@ def values_of(records, name, metric):
 
 def spread(values):
     """Return the lowest and the highest value with three significant digits."""
-    return f"{min(values):.3g} to {max(values):.3g}" if values else "the run stops"
+    ends = [f"{value:.3g}" for value in (min(values, default=0), max(values, default=0))]
+    return " to ".join(dict.fromkeys(ends)) if values else "the run stops"
 
 
 def is_outside(values, right):
