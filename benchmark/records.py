@@ -1,4 +1,4 @@
-"""What default_runs.py and real_model.py share: run a command, keep its record, and fill the tables of pages.
+"""What the benchmarks share: run a command, keep its record, and fill the tables of pages.
 
 A file of records is JSON Lines with one run per line: its name, seed and command, the commit, the processor, CPU
 minutes, GiB, and {metric: {step: value}}. A busy machine changes CPU minutes less than the time on a clock.

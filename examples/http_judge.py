@@ -1,6 +1,6 @@
 """Run grpo.py with a language model behind an HTTP service as the judge.
 
-    python examples/http_judge.py --dataset my_prompts.jsonl
+    python examples/http_judge.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset my_prompts.jsonl
 
 It takes the flags of grpo.py. The judge grades every completion by RUBRIC and is asked through OpenAI's chat interface,
 which vLLM and llama.cpp serve, too. Set URL, MODEL and HEADERS. The reward is the sum of the weighted grades, at most

@@ -12,7 +12,7 @@ the completion meets the constraint and does not just repeat the prompt, otherwi
     python examples/instructions.py --model models/smollm2
     python examples/instructions.py gspo --model models/smollm2    (another script: any that samples, except PPO)
 
-The defaults SIZES and ADDED are for this model on two cores with 8 GB of memory (gkd: 9).
+The defaults SIZES and ADDED are for this model on two cores with 12 GB of memory.
 """
 
 import importlib

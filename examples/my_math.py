@@ -1,7 +1,7 @@
 """Run grpo.py with math-verify as the rule for formulas, as reward and as accuracy.
 
     pip install math-verify
-    python examples/my_math.py --dataset my_prompts.jsonl
+    python examples/my_math.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset my_prompts.jsonl
 
 It takes the flags of grpo.py. Numbers stay with the strict rule of grpo.py, because math-verify computes: for 51 it
 accepts 17 * 3, so it would pay for copying the question. docs/data.md says what this rule accepts.
