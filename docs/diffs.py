@@ -43,7 +43,7 @@ def diff(script):
     lines = [f"--- {relative}.py", f"+++ {script}.py"]
     for name in names:
         sources = read_function(relative, name), read_function(script, name)
-        found = list(difflib.unified_diff(*sources, n=1, lineterm=""))[2:]
+        found = list(difflib.unified_diff(*sources, n=0, lineterm=""))[2:]
         lines += [f"@@ {name} @@" if line.startswith("@@") else line for line in found]
     return "\n".join(lines)
 
