@@ -130,16 +130,9 @@ def train(folder, script, launcher, flags):
     import torch
 
     run = Path(tempfile.mkdtemp(dir=Path(folder).parent))
-    words = ["--model", folder, "--precision", "bfloat16", "--dataset", str(ROOT / "data" / "addition")]
-    words += [
-        "--system-prompt",
-        "",
-        "--max-prompt-length",
-        "32",
-        "--max-completion-length",
-        str(LENGTH[Path(folder).name]),
-    ]
-    words += ["--num-steps", "3", "--eval-prompts", "0", "--save-every", "100", *flags]
+    words = ["--model", folder, "--dataset", str(ROOT / "data" / "addition"), "--precision", "bfloat16"]
+    words += ["--system-prompt", "", "--max-prompt-length", "32", "--num-steps", "3", "--eval-prompts", "0"]
+    words += ["--max-completion-length", str(LENGTH[Path(folder).name]), "--save-every", "100", *flags]
     sys.argv = [*launcher, *words, "--run-dir", str(run / "run")]
     runpy.run_path(str(ROOT / sys.argv[0]), run_name="__main__")
     metrics = read_metrics(run / "run")[-1]
@@ -190,7 +183,8 @@ def jobs_of(args, folder):
     small = f"{folder}/{'tiny' if args.tiny else 'Qwen2.5-0.5B'}"
     flags = ["--prompts-per-step", "2", "--minibatch-size", "2"] if args.tiny else ["--prompts-per-step", "32"]
     jobs = [("numbers", f"numbers, {Path(small).name}", "check_numbers", [small])]
-    runs = [("grpo", ["grpo.py"], flags), ("ppo_rlhf", ["ppo_rlhf.py"], [*flags, "--reward-model", small])]
+    ppo = [*flags, "--reward-model", small] if args.tiny else ["--reward-model", small]  # 256 prompts by default
+    runs = [("grpo", ["grpo.py"], flags), ("ppo_rlhf", ["ppo_rlhf.py"], ppo)]
     runs.append(("grpo", ["grpo.py"], [*flags, "--gradient-checkpointing"]))
     if importlib.util.find_spec("vllm"):
         runs.append(("grpo", ["examples/vllm_rollout.py", "grpo"], flags))

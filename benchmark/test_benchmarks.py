@@ -61,6 +61,14 @@ def test_gpu_py_trains_and_notices_a_fault(tmp_path):
     assert value < 0.78 and holds is False
 
 
+def test_the_runs_on_a_gpu_have_settings_that_the_scripts_take(tmp_path):
+    jobs = [arguments for _, _, function, arguments in gpu.jobs_of(gpu.Args(), tmp_path) if function == "train"]
+    assert len(jobs) >= 4
+    for _, name, _, flags in jobs:
+        script = importlib.import_module(name)
+        script.check_args(tyro.cli(script.Args, args=flags))
+
+
 def test_gpu_py_reports_a_section_that_fails(tmp_path):
     [(what, error, _, holds)] = gpu.start_child("check_numbers", [str(tmp_path / "tiny")], 60)
     assert what == "failed" and error and holds is False

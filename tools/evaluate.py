@@ -43,9 +43,11 @@ def import_script(name):
     if hasattr(script, "load_rows"):
         return script
     grpo = importlib.import_module("grpo")
-    for function in ("is_correct", "reward_fn", "score_completions"):
-        if hasattr(script, function):
-            setattr(grpo, function, getattr(script, function))
+    own = [function for function in ("is_correct", "reward_fn", "score_completions") if hasattr(script, function)]
+    if not own:
+        raise SystemExit(f"{name} has no is_correct, reward_fn or score_completions")
+    for function in own:
+        setattr(grpo, function, getattr(script, function))
     return grpo
 
 
@@ -54,9 +56,7 @@ def make_parser(description):
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--script", default="grpo", help="a script or a file of yours (default: grpo)")
-    add(
-        "--split", choices=("test", "train", "all"), default="test", help="held-out rows (test), training rows, or both"
-    )
+    add("--split", choices=("test", "train", "all"), default="test", help="test: held-out rows; all: both")
     add("--out", help="file for the completions (default: a new file in runs/)")
     return parser
 

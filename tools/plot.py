@@ -155,9 +155,7 @@ def main(args):
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run")
-    parser.add_argument(
-        "--out", metavar="FILE", help="the picture (default: RUN/plot.png, or plot.png of several runs)"
-    )
+    parser.add_argument("--out", metavar="FILE", help="the picture (default: plot.png, of one run in its folder)")
     parser.add_argument("--metrics", nargs="+", metavar="KEY", help="names in metrics.jsonl (default: the usual ones)")
     parser.add_argument("--title", help="a title above all panels")
     return parser.parse_args()

@@ -74,6 +74,9 @@ def test_a_file_gives_its_rule_to_grpo_and_a_script_has_its_own(tmp_path, capsys
     (tmp_path / "my_fork.py").write_text((ROOT / "grpo.py").read_text() + OWN)
     assert evaluate.import_script("my_fork.py").is_correct("10}", None)
     assert evaluate.import_script("gspo") is gspo
+    (tmp_path / "my_typo.py").write_text("def reward(completion, answer): return 1.0")
+    with pytest.raises(SystemExit, match="has no is_correct"):
+        evaluate.import_script("my_typo.py")
 
 
 def test_all_rows_of_a_file_can_be_evaluated_and_k_chosen(capsys):
