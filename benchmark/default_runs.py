@@ -84,7 +84,8 @@ def main(words):
         done = read_records(RECORDS)
         work([(script, seed) for seed in SEEDS for script in scripts if (script, seed) not in done], run, together=2)
         for script in scripts:
-            draw(script)
+            if all((FOLDER / f"{script}__{seed}").exists() for seed in SEEDS):
+                draw(script)
     fill(DOCS / "results.md", "default runs", table_of_all(read_records(RECORDS)))
 
 
