@@ -41,7 +41,7 @@ BUNDLED = {
     "max_completion_length": 48,
     "minibatch_size": 64,
     "learning_rate": 1.5e-4,
-    "microbatch_tokens": 1024,
+    "microbatch_tokens": 4096,
 }
 REAL = {
     "model": "runs/real_model/sft_1/checkpoint-000024",

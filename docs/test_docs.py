@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
-from records import read_records
+from records import read_records, spread
 from test_policy import FAMILIES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -172,3 +172,13 @@ def test_the_table_of_normal_runs_is_that_of_the_runs():
             values = [list(metrics[metric].values()) for metrics in own if said]
             means = [fmean(fmean(one[part]) for one in values) for part in (slice(5), slice(-5, None)) if said]
             assert all(map(is_shown_as, means, said)), (metric, said, means)
+
+
+@pytest.mark.parametrize("name", ["lora", "async"])
+def test_results_of_forks_are_those_of_their_runs(name):
+    """The table of the page has the rewards of the last five steps, and the last accuracies, of the records."""
+    records = read_records(ROOT / "benchmark" / "results" / "forks.jsonl")
+    own = [records[f"my_{name}", seed]["metrics"] for seed in (1, 2, 3)]
+    rewards = spread([fmean(list(metrics["reward/mean"].values())[-5:]) for metrics in own])
+    accuracies = spread([metrics["eval/accuracy"]["30"] for metrics in own])
+    assert f"| {rewards} | {accuracies} |" in PAGES[f"docs/forks/{name}.md"]
