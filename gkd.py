@@ -855,7 +855,7 @@ def step_optimizer(policy, optimizer, learning_rate, max_grad_norm):
 
 
 def log_completions(args, step, rows, texts):
-    """Log four sampled completions; in the first step and those with an evaluation, print their ends, too."""
+    """Log four sampled completions; in step 1 and every --eval-every steps, print their ends, too."""
     if RANK == 0:
         with Path(args.run_dir, "samples.jsonl").open("a") as file:
             for row, text in zip(rows[:4], texts):

@@ -832,7 +832,7 @@ def step_optimizer(policy, optimizer, learning_rate, max_grad_norm):
 
 
 def log_group(args, step, row, texts, scores):
-    """Log a group of completions; in the first step and those with an evaluation, print their ends, too."""
+    """Log a group of completions; in step 1 and every --eval-every steps, print their ends, too."""
     if RANK == 0:
         sample = {"step": step, "prompt": row["prompt"], "answer": row["answer"]}
         sample |= {"completions": texts, "rewards": scores}

@@ -182,3 +182,18 @@ def test_results_of_forks_are_those_of_their_runs(name):
     rewards = spread([fmean(list(metrics["reward/mean"].values())[-5:]) for metrics in own])
     accuracies = spread([metrics["eval/accuracy"]["30"] for metrics in own])
     assert f"| {rewards} | {accuracies} |" in PAGES[f"docs/forks/{name}.md"]
+
+
+def test_results_of_ptx_are_those_of_its_runs():
+    """The page has means over seeds: the loss of the texts in step 1, and it and the scores in the last five steps."""
+    records = read_records(ROOT / "benchmark" / "results" / "forks.jsonl")
+
+    def average(coef, metric, steps=slice(-5, None)):
+        runs = [records[f"my_ptx_{coef}", seed]["metrics"][metric] for seed in (1, 2, 3)]
+        return fmean(fmean([*run.values()][steps]) for run in runs)
+
+    page = " ".join(PAGES["docs/forks/ptx.md"].split())
+    first, last = average(0.1, "loss/ptx", slice(1)), average(0.1, "loss/ptx")
+    assert f"falls from {first:.2f} nats per token in step 1 to {last:.2f} in steps 26 to 30" in page
+    assert f"it ends at {average(0, 'loss/ptx'):.2f}" in page
+    assert f"{average(0.1, 'score/mean'):.3f} against {average(0, 'score/mean'):.3f}" in page
