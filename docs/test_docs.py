@@ -184,6 +184,15 @@ def test_results_of_forks_are_those_of_their_runs(name):
     assert f"| {rewards} | {accuracies} |" in PAGES[f"docs/forks/{name}.md"]
 
 
+def test_results_of_lora_on_smollm2_are_those_of_its_run():
+    results = ROOT / "benchmark" / "results"
+    full = read_records(results / "real_model.jsonl")["instructions_bfloat16", 1]
+    adapter = read_records(results / "forks.jsonl")["my_lora_smollm2", 1]
+    for record in (full, adapter):
+        accuracies = record["metrics"]["eval/accuracy"].values()
+        assert " | ".join(f"{accuracy:.3f}" for accuracy in accuracies) in PAGES["docs/forks/lora.md"]
+
+
 def test_results_of_ptx_are_those_of_its_runs():
     """The page has means over seeds: the loss of the texts in step 1, and it and the scores in the last five steps."""
     records = read_records(ROOT / "benchmark" / "results" / "forks.jsonl")
