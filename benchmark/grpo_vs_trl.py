@@ -4,9 +4,9 @@
     python benchmark/grpo_vs_trl.py                          (all cases; run nothing else on the machine meanwhile)
     python benchmark/grpo_vs_trl.py --cases "bundled float32" --repeats 1
 
-Both sides train the same model on the same prompts with the same group size, lengths, learning rate, loss and number of
-optimizer steps. Each repetition of a side is a separate process, and the sides alternate. The first step of a process
-is a warm-up and is not counted. Times are medians over all other steps, in seconds per step:
+Both sides train the same model on the same prompts with the same group size, lengths, learning rate, number of updates
+and loss, but TRL multiplies the KL term by the ratio. Each repetition is a process, and the sides alternate. The first
+step of a process is a warm-up and is not counted. Times are medians over all other steps, in seconds:
 
     rollout   sampling, decoding of tokens to text, and rewards
     update    the rest of the step: log-probabilities of policy and reference, forward, backward, optimizer
