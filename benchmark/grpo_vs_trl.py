@@ -5,8 +5,8 @@
     python benchmark/grpo_vs_trl.py --cases "bundled float32" --repeats 1
 
 Both sides train the same model on the same prompts with the same group size, lengths, learning rate, number of updates
-and loss, but TRL multiplies the KL term by the ratio. Each repetition is a process, and the sides alternate. The first
-step of a process is a warm-up and is not counted. Times are medians over all other steps, in seconds:
+and loss, but TRL multiplies the KL term by the ratio, and grpo.py every token by w. Each repetition is a process, and
+the sides alternate. The first step is a warm-up and is not counted. Times are medians over all other steps, in seconds:
 
     rollout   sampling, decoding of tokens to text, and rewards
     update    the rest of the step: log-probabilities of policy and reference, forward, backward, optimizer

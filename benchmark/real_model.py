@@ -4,8 +4,8 @@
     python benchmark/real_model.py --show       print the commands
     python benchmark/real_model.py --page       only write the tables and the picture again
 
-Make models/smollm2 first (see its README). The records are in benchmark/results/real_model.jsonl, the runs in
-runs/real_model. Two runs work at a time, with one thread each. To repeat a run, delete its line.
+Make models/smollm2 first (see its README). Records are in benchmark/results/real_model.jsonl, runs in runs/real_model.
+Two work at a time, with one thread each. To repeat one, delete its line, and that of the run it begins from.
 """
 
 import os
