@@ -49,10 +49,14 @@ def alone():
 
 @pytest.fixture(autouse=True)
 def as_before():
-    """A main that has failed leaves its process group behind, and one in bfloat16 the precision of float32 products."""
+    """A main that has failed leaves its process group behind, and each one its precision of products and attention."""
+    from transformers.integrations import sdpa_attention
+
+    use_gqa = sdpa_attention.use_gqa_in_sdpa
     yield
     import torch
 
+    sdpa_attention.use_gqa_in_sdpa = use_gqa
     torch.set_float32_matmul_precision("highest")
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -43,8 +43,11 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+if int(os.environ.get("RANK", 0)) > 0:
+    os.environ["TQDM_DISABLE"] = "1"  # only the first rank shows progress bars
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: idle threads that spin slow a busy machine down
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # batches differ in size: leave no gaps
+os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")  # slow for new sizes, wrong on B200: pytorch#193893
 
 import torch
 import torch.distributed as dist
@@ -53,12 +56,13 @@ import tyro
 from datasets import load_dataset
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.integrations import sdpa_attention
 
 RANK = int(os.environ.get("RANK", 0))  # torchrun sets these
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
@@ -83,8 +87,7 @@ class Args:
     tiny: bool = False
     """use the settings TINY with --model, for checkpoints of the bundled model"""
     dataset: str = "openai/gsm8k:main"
-    """file, folder or Hugging Face NAME[:CONFIG[:SPLIT]] with the columns prompt (or question, problem) and answer (or
-    solution, ground_truth)"""
+    """file, folder or hub NAME[:CONFIG[:SPLIT]]: prompt, question or problem, and answer, solution or ground_truth"""
     system_prompt: str = "Reason step by step, and put your final answer within \\boxed{}."
     """system message before every prompt that has none (empty for models that allow none, such as Gemma 2)"""
     max_prompt_length: int = 512
@@ -106,13 +109,15 @@ class Args:
     learning_rate: float = 1e-6
     """learning rate of AdamW; small models need a higher one, such as 1e-5 for 135 M parameters"""
     warmup_steps: int = 6
-    """optimizer steps over which the learning rate rises from 0 (3 percent of the 200 steps, as in the paper)"""
+    """training steps over which the learning rate rises from 0 (3 percent of the 200 steps, as in the paper)"""
     microbatch_tokens: int = 4096
     """maximum tokens per forward pass, including padding"""
     max_grad_norm: float = 1.0
-    """larger gradients are scaled down to this norm"""
+    """larger gradients are scaled down to this norm; 0 leaves them as they are"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: saves memory, but the update takes about a third longer"""
+    cpu_offload: bool = False
+    """keep weights, gradients and AdamW's state in the host's memory: fits larger models, but is slower"""
     precision: Literal["bfloat16", "float32"] = "bfloat16"
     """precision of matrix products (float32 on GPUs before Ampere, such as T4 and V100); weights are float32"""
 
@@ -124,7 +129,7 @@ class Args:
     save_every: int = 20
     """steps between saves"""
     run_dir: str = ""
-    """new folder for logs and checkpoints (empty: runs/SCRIPT__SEED__TIME)"""
+    """new folder for logs and checkpoints (empty: runs/SCRIPT__SEED__TIME, or that of --resume)"""
     resume: str = ""
     """folder of a run to continue; its settings become the defaults"""
     seed: int = 1
@@ -157,9 +162,10 @@ def is_correct(completion, answer):
     """Return whether the final answer of a completion equals the answer of a row, which may be a whole solution."""
     if answer is None:
         raise ValueError("no column answer, solution or ground_truth: write a reward that needs none")
-    extracted = parse_answer(extract_answer(completion) or "")
     answer = str(answer)
-    return extracted != "" and extracted == parse_answer(extract_answer(answer) or answer)
+    value, unit = parse_answer(extract_answer(completion) or "")
+    right_value, right_unit = parse_answer(extract_answer(answer) or answer)
+    return value != "" and value == right_value and (unit == right_unit or "" in (unit, right_unit))
 
 
 def reward_fn(completion, answer):
@@ -168,10 +174,7 @@ def reward_fn(completion, answer):
 
 
 def score_completions(completions, rows):
-    """Return the reward of each completion; rows have the prompt, the answer and the dataset's other columns.
-
-    Edit this function for rewards that need more than the answer, or many completions at once, such as a judge.
-    """
+    """Return the reward of each completion, which may need all of them (a judge) or other columns of the rows."""
     return [reward_fn(completion, row["answer"]) for completion, row in zip(completions, rows)]
 
 
@@ -232,11 +235,12 @@ def main(args):
     policy = load_policy(args, tokenizer, device)
     sampler = load_sampler(args, tokenizer, device)
     optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, (0.9, 0.95), weight_decay=0.0, fused=True)
-    first_step = open_run(args, policy, optimizer)
+    open_run(args, device)
+    first_step = load_state(args, policy, optimizer) + 1
     if first_step == 1:  # the sampler still has the weights that it was loaded with
         log_step(args, 0, evaluate(sampler, tokenizer, eval_rows, args))
 
-    progress = tqdm(range(first_step, args.num_steps + 1), disable=RANK > 0)
+    progress = tqdm(range(first_step, args.num_steps + 1))
     for step in progress:
         # Random numbers depend on the step, so that a resumed run continues as if it had not been interrupted.
         torch.manual_seed(hash((args.seed, step, RANK)))  # the hash of integers is the same in every process
@@ -259,10 +263,12 @@ def main(args):
         rollout_metrics["perf/rollout_seconds"] = (time.perf_counter() - step_start, 1)
 
         # update: one optimizer step per rollout
+        warmup_steps = min(args.warmup_steps, args.num_steps // 2)
+        learning_rate = args.learning_rate * min(1.0, step / max(1, warmup_steps))
         collected = [rollout_metrics]
         rollout_loss = 0.0
         indices = batch["advantages"].nonzero().squeeze(1)  # completions of advantage 0 have no gradient
-        for microbatch in microbatches(batch, indices, args.microbatch_tokens):
+        for microbatch in inner_bar(microbatches(batch, indices, args.microbatch_tokens), "update"):
             mask = microbatch["completion_mask"]
             logprobs, entropies = policy(microbatch["ids"], mask, args.temperature)
             loss, metrics = policy_loss(
@@ -277,15 +283,13 @@ def main(args):
             rollout_loss += loss.detach()
             metrics["policy/entropy"] = (entropies.sum(), mask.sum())
             collected.append(metrics)
-        warmup = min(1.0, step / max(1, args.warmup_steps))
-        learning_rate = args.learning_rate * warmup
         grad_norm = step_optimizer(policy, optimizer, learning_rate, args.max_grad_norm)
         collected.append({"loss/policy": (rollout_loss, 1), "optim/grad_norm": (grad_norm, 1)})
 
         # metrics, evaluation, logs, saving
         metrics = mean_metrics(collected)
-        # Rounding gives about 0.001, a wrong mask 0.2 ("not <=" catches nan). Later, one rare token may give as much.
-        if step == first_step and not metrics.get("policy/sampler_kl", 0.0) <= 0.1:
+        agree = metrics.get("policy/sampler_kl", 0.0) <= 0.1  # rounding gives about 0.001, a wrong mask 0.2 or nan
+        if step == first_step and not agree:  # later, one rare token may give as much
             raise SystemExit(f"sampling and training disagree: a KL per token of {metrics['policy/sampler_kl']:.2g}")
         metrics["optim/learning_rate"] = learning_rate
         metrics["perf/step_seconds"] = time.perf_counter() - step_start
@@ -305,56 +309,66 @@ def main(args):
 # This script's own are only check_args.
 
 LOGITS_AT_ONCE = 2**26  # at most, tokens times vocabulary: 256 MiB
-inner_bar = partial(tqdm, leave=False, delay=5, disable=RANK > 0)  # a progress bar that appears after five seconds
+inner_bar = partial(tqdm, leave=False, delay=5)  # a progress bar that appears after five seconds
+VALUE = r"[+-]? ?(?:\d{1,30}|[1-9]\d{0,2}(?:,\d{3}){1,9})?(?:\.\d{1,30}|(?<=\d) ?/ ?[1-9]\d{0,29})?(?<=\d)"
+UNIT = "(?:square |cubic )?(?:[cmk]?m|meters|inches|feet|miles|units)|kg|degrees|dollars|cents|minutes|hours|days|years"
 
 
 def parse_answer(text):
-    r"""Return a number as a Fraction, without its unit, and any other answer without formatting, to compare them.
+    r"""Return a number as a Fraction with its unit, and any other answer without formatting, to compare them.
 
-    $1,234.50 -> Fraction(2469, 2)    \dfrac{1}{2} -> Fraction(1, 2)    5 \text{ cm} -> Fraction(5)    ( 1, 2 ) -> (1,2)
+    $1,234.50 -> (Fraction(2469, 2), "")    5 \text{ cm} -> (Fraction(5), "cm")    \left( 1, 2 \right) -> ("(1,2)", "")
     """
-    text = re.sub(r"(?:(?<=[1-9])|(?<=\d\d))(?:\\!,|\\?,(?:\\!)?|\{,\})(?=\d{3}(?!\d))", "", text)  # 1,234 -> 1234
-    text = re.sub(r"\\(?:left|right|textbf|text|mathrm|[!,;$ ]|(?=%))|\$|\.$", " ", text.strip())
+    text = re.sub(r"\\(?:text|textbf|mathrm) ?\{([^{}]*)\}", r" \1 ", text)  # 5\text{cm} -> 5 cm
+    text = re.sub(r"\\!,|\{,\}|\\,(?=\d{3})", ",", text)  # 1{,}234 -> 1,234
+    text = re.sub(r"\\(?:left|right|boxed|[!,;:() $]|(?=%))|\$|\.\s*$", " ", text)  # \(5\). -> 5
     text = re.sub(r"\\[dt]?frac(?:\{(\d+)\}|(\d))(?:\{(\d+)\}|(\d))", r" \1\2/\3\4 ", text)  # 3\frac12 -> 3 1/2
-    text = re.sub(r" ?([^\w\s]) ?", r"\1", " ".join(text.split())).strip("{}* ")  # ( 1, 2 ) -> (1,2)
-    match = re.fullmatch(
-        r"([+-]?(?:\d{1,30}(?:\.\d{1,30}|/[1-9]\d{0,30})?|\.\d{1,30}))"  # longer numbers could take minutes to parse
-        r"(?i:(?:\{| (?=\w\w))(?!\w*illion|thous|hundr|doz|hal[fv]|perc|(?:and|or|pi|[ap]m|[iekxy])\b)[a-z]+)*",  # unit
-        text,
-    )
+    text = " ".join(text.split()).strip("{}* ")
+    match = re.fullmatch(f"({VALUE})(?: ({UNIT}))?", text)
     if match:
-        return Fraction(match[1])
-    return text
+        return Fraction(re.sub("[, ]", "", match[1])), match[2] or ""
+    return re.sub(r" ?([^\w\s]) ?", r"\1", text), ""  # ( 1, 2 ) -> (1,2)
 
 
 def extract_answer(text):
     r"""Return the final answer of a text: its last \boxed{}, else the rest of the line after ####, else None."""
     text = text.rpartition("</think>")[2]
-    if "\\boxed{" in text:
-        text = text.rpartition("\\boxed{")[2]
-        depth = 1  # of braces
-        for place, letter in enumerate(text):
-            if letter == "{":
-                depth += 1
-            elif letter == "}":
-                depth -= 1
-            if depth == 0:
-                return text[:place]
-        return None  # the box was cut off
-    if "####" in text:
+    if "<think>" in text:
+        return None  # the thought was cut off
+    answer = None
+    while "\\boxed{" in text:
+        text = text.partition("\\boxed{")[2]
+        answer = read_braces(text)
+        if answer is None:
+            return None  # the box was cut off
+        text = text[len(answer) :]
+    if answer is None and "####" in text:
         return text.rpartition("####")[2].strip().partition("\n")[0]
-    return None
+    return answer
+
+
+def read_braces(text):
+    """Return what stands before the brace that closes one before the text; None if there is none."""
+    depth = 1
+    for place, letter in enumerate(text):
+        if letter == "{":
+            depth += 1
+        elif letter == "}":
+            depth -= 1
+        if depth == 0:
+            return text[:place]
 
 
 def parse_args():
-    """Read the flags, first to see what their defaults are: those of Args, of TINY, or of the run to resume."""
-    args = tyro.cli(Args)
-    if args.resume:
-        settings = json.loads(Path(args.resume, "args.json").read_text())
-        return tyro.cli(Args, default=Args(**settings))
-    if args.tiny or not args.model:
+    """Read the flags over the defaults that apply: those of Args, of TINY, or of the run to resume."""
+    given = tyro.cli(Args)
+    if given.resume:
+        if given.run_dir not in ("", given.resume):
+            raise SystemExit("a resumed run goes on in its own folder: leave out --run-dir, or copy the folder first")
+        return tyro.cli(Args, default=Args(**json.loads(Path(given.resume, "args.json").read_text())))
+    if given.tiny or not given.model:
         return tyro.cli(Args, default=TINY)
-    return args
+    return given
 
 
 def init_ranks():
@@ -365,9 +379,8 @@ def init_ranks():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
-    store = None if WORLD_SIZE > 1 else dist.HashStore()
-    timeout = timedelta(hours=2)  # some ranks may sample much longer than others
-    dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE, timeout=timeout)
+    store = None if WORLD_SIZE > 1 else dist.HashStore()  # hours below, as some ranks may sample longer than others
+    dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE, timeout=timedelta(hours=2))
     return device
 
 
@@ -379,26 +392,24 @@ def check_args(args):
 
 def load_rows(args, tokenizer):
     """Load training rows, and held-out rows of the test split, or of the training split if there is none."""
-    path, config, split = (args.dataset + "::").split(":")[:3]
+    path, _, rest = args.dataset.partition(":")
+    config, _, split = rest.partition(":")
     if Path(path).is_file():
-        file_type = Path(path).suffix[1:].replace("jsonl", "json")
-        splits = load_dataset(file_type, data_files=path)
+        splits = load_dataset(Path(path).suffix[1:].replace("jsonl", "json"), data_files=path)
     else:
         splits = load_dataset(path, config or None)
     train = split or "train"
-    if train not in splits:
-        raise SystemExit(f"{args.dataset} has only the splits {list(splits)}: name one, as in NAME:CONFIG:SPLIT")
     test = train.replace("train", "test")  # train_sft -> test_sft
     if test not in splits:
         test = train
     held_out = splits[test].shuffle(seed=0)  # the same for every --seed
     limit = len(held_out) // 5 if test == train else len(held_out)
     eval_rows = read_rows(held_out.select(range(min(args.eval_prompts, limit))), args, tokenizer)
-    eval_prompts = {tuple(row["prompt_ids"]) for row in eval_rows}
-    train_rows = read_rows(splits[train], args, tokenizer)
-    train_rows = [row for row in train_rows if tuple(row["prompt_ids"]) not in eval_prompts]
+    eval_prompts = [row["prompt_ids"] for row in eval_rows]
+    train_rows = [row for row in read_rows(splits[train], args, tokenizer) if row["prompt_ids"] not in eval_prompts]
     if RANK == 0:
-        print(f"{len(train_rows)} of {len(splits[train])} training rows, {len(eval_rows)} held-out rows")
+        passes = round(args.num_steps * args.prompts_per_step / max(1, len(train_rows)), 1)
+        print(f"{len(train_rows)} of {len(splits[train])} training rows: {passes} passes; {len(eval_rows)} held out")
         print(f"the first prompt: {tokenizer.decode(train_rows[0]['prompt_ids'])!r}")
         print(f"its answer: {train_rows[0]['answer']!r}")
     return train_rows, eval_rows
@@ -463,36 +474,39 @@ def find_turn_end(tokenizer):
 
 
 def prepare(policy, args, device):
-    """Set up bfloat16 and gradient checkpointing, and share weights out among the ranks."""
+    """Set up precision and gradient checkpointing, and share weights out among the ranks, or offload them."""
     if args.precision == "bfloat16":
         torch.set_float32_matmul_precision("medium")  # of the head: TF32 on GPUs, bfloat16 on CPUs
-        add_rounding_noise(policy)
-    block_names = policy.model._no_split_modules  # the class names of transformer blocks
-    blocks = [module for module in policy.modules() if type(module).__name__ in block_names]
+        add_rounding_noise(policy, device)
+    else:  # on a GPU, float32 attention with fewer keys than queries would keep L x L numbers per head: repeat keys
+        sdpa_attention.use_gqa_in_sdpa = lambda *_: False
+    names = policy.model._no_split_modules  # of the classes of transformer blocks
+    blocks = [module for module in policy.modules() if type(module).__name__ in names]
     if args.gradient_checkpointing:  # transformers' own works only in training mode, with dropout
         for block in blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    if WORLD_SIZE > 1:
-        mp_policy = MixedPrecisionPolicy(getattr(torch, args.precision), torch.float32, cast_forward_inputs=False)
-        mesh = dist.init_device_mesh(device.type, (WORLD_SIZE,))
-        for block in blocks:
-            fully_shard(block, mesh=mesh, mp_policy=mp_policy)
-        fully_shard(policy, mesh=mesh, reshard_after_forward=True)  # embedding and head, in float32; else kept gathered
-    return policy.to(device)
+    if WORLD_SIZE == 1 and not args.cpu_offload:
+        return policy.to(device)
+    mp_policy = MixedPrecisionPolicy(getattr(torch, args.precision), torch.float32, cast_forward_inputs=False)
+    shard = partial(fully_shard, reshard_after_forward=True)
+    if args.cpu_offload:
+        shard = partial(shard, offload_policy=CPUOffloadPolicy())
+    for block in blocks:
+        shard(block, mp_policy=mp_policy)
+    return shard(policy)  # embedding and head, in float32
 
 
 @torch.no_grad()
-def add_rounding_noise(policy):
+def add_rounding_noise(policy, device):
     """Give float32 weights noise in the lower 16 bits, which products in bfloat16 round away again.
 
-    Most checkpoints hold bfloat16 numbers, such as 1. All of 0.9981 to 1.0038 rounds to 1, so a step of 0.0001 would
-    change no rounded weight. From random places in this range, it moves some to the next number (docs/precision.md).
+    All of 0.9981 to 1.0038 rounds to 1: from exactly 1 no step of 0.0001 would show, from random places some do.
     """
     torch.manual_seed(0)  # the same noise on every rank, in the policy and in the reference
     for weight in policy.parameters():
-        rounded = weight.bfloat16().float()
+        rounded = weight.to(device).bfloat16().float()  # one weight at a time fits, and a GPU draws faster
         bits = rounded.view(torch.int32)
-        noise = torch.randint(-32767, 32768, bits.shape, dtype=bits.dtype) * (rounded != 0)
+        noise = torch.randint_like(bits, -32767, 32768) * (rounded != 0)
         weight.copy_((bits + noise).view(torch.float32))
 
 
@@ -503,6 +517,8 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         self.bfloat16 = precision == "bfloat16"
+        # Of Gemma. If a family changes its logits in another way, policy/sampler_kl ends the run.
+        self.cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
 
     def forward(self, ids, mask, temperature):
         """ids, mask (B, L), padded on the right -> logprobs, entropies (B, L) in nats, 0 outside the mask."""
@@ -516,25 +532,17 @@ class Policy(nn.Module):
         # All logits (N, V) might not fit: compute them in chunks, and again in the backward pass.
         chunk_size = LOGITS_AT_ONCE // self.model.get_output_embeddings().weight.shape[0]
         chunks = zip(hidden.split(chunk_size), targets.split(chunk_size))
-        results = [checkpoint(head_logprobs, self.model, *chunk, temperature, use_reentrant=False) for chunk in chunks]
-        flat_logprobs, flat_entropies = [torch.cat(values) for values in zip(*results)]  # (N,)
-        logprobs = hidden.new_zeros(mask.shape).masked_scatter(mask, flat_logprobs)  # (B, L)
-        entropies = hidden.new_zeros(mask.shape).masked_scatter(mask, flat_entropies)
-        return logprobs, entropies
+        results = [checkpoint(head_logprobs, self, *chunk, temperature, use_reentrant=False) for chunk in chunks]
+        zeros = hidden.new_zeros(mask.shape)  # (B, L)
+        return [zeros.masked_scatter(mask, torch.cat(parts)) for parts in zip(*results)]
 
 
-def head_logprobs(model, hidden, targets, temperature):
+def head_logprobs(policy, hidden, targets, temperature):
     """Return log-probabilities of targets (N,), and entropies, under softmax(logits / temperature); hidden (N, D)."""
-    # Some families change their logits. If another is missing here, policy/sampler_kl shows it.
-    config = model.config.get_text_config().to_dict()
-    scale = config.get("logit_scale") or config.get("lm_head_multiplier") or 1  # Cohere, Falcon-H1
-    scale = scale / config.get("logits_scaling", 1)  # Granite
-    logits = model.get_output_embeddings()(hidden * scale)  # (N, V)
-    cap = config.get("final_logit_softcapping")  # Gemma
-    if cap:
-        logits = cap * (logits / cap).tanh()
-    if temperature != 1:
-        logits = logits / temperature
+    logits = policy.model.get_output_embeddings()(hidden)  # (N, V)
+    if policy.cap:
+        logits = policy.cap * (logits / policy.cap).tanh()
+    logits /= temperature
     logprobs = logits.log_softmax(-1)
     with torch.no_grad():  # entropies are only logged
         entropies = -(logprobs.exp() * logprobs).sum(-1)
@@ -546,32 +554,22 @@ def load_sampler(args, tokenizer, device):
     return load_model(args, tokenizer, getattr(torch, args.precision)).to(device)
 
 
-def open_run(args, policy, optimizer):
-    """Create the run's folder, or load the newest state of the run to resume; return the first step to do."""
+def open_run(args, device):
+    """Choose args.run_dir if it is empty, make this folder with args.json in it, and start Weights & Biases."""
     started = max_over_ranks(int(time.time()))  # the same on all ranks
     args.run_dir = args.resume or args.run_dir or f"runs/{Path(sys.argv[0]).stem}__{args.seed}__{started}"
-    run_dir = Path(args.run_dir)
     if RANK == 0:
+        run_dir = Path(args.run_dir)
         run_dir.mkdir(parents=True, exist_ok=bool(args.resume))
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2))
-        print(f"{run_dir}: {type(policy.model).__name__}, {args.precision}, {WORLD_SIZE} x {policy.model.device}")
+        print(f"{run_dir}: {args.model}, {args.precision}, {WORLD_SIZE} x {device}")
         if args.track:
             import wandb
 
-            wandb.init(id=run_dir.name, resume="allow", config=vars(args))
-    saves = sorted(run_dir.glob("checkpoint-??????"))
-    last_step = 0
-    if saves:
-        weights, moments = dcp_state.get_state_dict(policy, optimizer)  # dcp.load fills them in place
-        planner = dcp.DefaultLoadPlanner(allow_partial_load=True)  # a weight that never had a gradient has no moments
-        dcp.load({"policy": weights, "optimizer": moments}, checkpoint_id=saves[-1] / "state", planner=planner)
-        dcp_state.set_state_dict(policy, optimizer, model_state_dict=weights, optim_state_dict=moments)
-        last_step = int(saves[-1].name.removeprefix("checkpoint-"))
-    if RANK == 0:
-        for log in run_dir.glob("*.jsonl"):
-            lines = [line for line in log.read_text().splitlines(True) if line.endswith("\n")]  # a kill cuts one
-            log.write_text("".join(line for line in lines if saves and json.loads(line)["step"] <= last_step))
-    return last_step + 1
+            id_file = run_dir / "wandb_id"  # two folders may have the same name, but not the same id
+            if not id_file.exists():
+                id_file.write_text(os.urandom(8).hex())
+            wandb.init(id=id_file.read_text(), name=run_dir.name, resume="allow", config=vars(args))
 
 
 def max_over_ranks(number):
@@ -579,6 +577,24 @@ def max_over_ranks(number):
     number = torch.tensor(number)
     dist.all_reduce(number, dist.ReduceOp.MAX)
     return number.item()
+
+
+def load_state(args, policy, optimizer):
+    """Load the newest state in the run's folder, and cut the logs to its step; return this step, 0 in a new run."""
+    run_dir = Path(args.run_dir)
+    states = sorted(run_dir.glob("checkpoint-??????/state"))
+    last_step = 0
+    if states:
+        weights, moments = dcp_state.get_state_dict(policy, optimizer)  # dcp.load fills them in place
+        planner = dcp.DefaultLoadPlanner(allow_partial_load=True)  # a weight that never had a gradient has no moments
+        dcp.load({"policy": weights, "optimizer": moments}, checkpoint_id=states[-1], planner=planner)
+        dcp_state.set_state_dict(policy, optimizer, model_state_dict=weights, optim_state_dict=moments)
+        last_step = int(states[-1].parent.name.removeprefix("checkpoint-"))
+    if RANK == 0:
+        for log in run_dir.glob("*.jsonl"):
+            lines = [line for line in log.read_text().splitlines(True) if line.endswith("\n")]  # a kill cuts one
+            log.write_text("".join(line for line in lines if states and json.loads(line)["step"] <= last_step))
+    return last_step
 
 
 def log_step(args, step, metrics):
@@ -601,9 +617,10 @@ def evaluate(sampler, tokenizer, rows, args):
     if not rows:
         return {}
     rows = rows[RANK::WORLD_SIZE] or rows[:1]  # all ranks must reduce the same metrics
-    _, texts = sample_completions(sampler, tokenizer, rows, 0.0, args)
+    batch, texts = sample_completions(sampler, tokenizer, rows, 0.0, args)
     rewards, metrics = sum_parts(score_completions(texts, rows), "eval/reward")
     metrics["eval/reward"] = (rewards.sum(), len(rows))
+    metrics["eval/truncated"] = (batch["truncated"].sum(), len(rows))
     if rows[0]["answer"] is not None:
         correct = [is_correct(text, row["answer"]) for text, row in zip(texts, rows)]
         metrics["eval/accuracy"] = (sum(correct), len(rows))
@@ -618,24 +635,23 @@ def sample_completions(sampler, tokenizer, rows, temperature, args):
         prompts = [row["prompt_ids"] for row in rows[start : start + args.rollout_batch_size]]
         completions += generate(sampler, prompts, args.max_completion_length, temperature, stop_ids)
     length = args.max_prompt_length + args.max_completion_length  # L
-    ids, mask, logprobs, total_lengths, truncated, texts = [], [], [], [], [], []
-    for row, (tokens, token_logprobs) in zip(rows, completions):
+    sequences, texts = [], []
+    for row, (tokens, logprobs) in zip(rows, completions):
         before = [0] * len(row["prompt_ids"])
         after = [0] * (length - len(before) - len(tokens))
-        ids.append(row["prompt_ids"] + tokens + after)
-        mask.append(before + [1] * len(tokens) + after)
-        logprobs.append(before + token_logprobs + after)
-        total_lengths.append(len(before) + len(tokens))
-        truncated.append(tokens[-1] not in stop_ids)
+        sequence = {
+            "ids": row["prompt_ids"] + tokens + after,
+            "completion_mask": before + [1] * len(tokens) + after,
+            "sampler_logprobs": before + logprobs + after,
+            "total_lengths": len(before) + len(tokens),
+            "truncated": tokens[-1] not in stop_ids,
+        }
+        sequences.append(sequence)
         texts.append(tokenizer.decode([token for token in tokens if token not in stop_ids]))
-    batch = {
-        "ids": torch.tensor(ids),
-        "completion_mask": torch.tensor(mask),
-        "sampler_logprobs": torch.tensor(logprobs),
-        "total_lengths": torch.tensor(total_lengths),
-        "truncated": torch.tensor(truncated),
-    }
-    return {name: values.to(sampler.device) for name, values in batch.items()}, texts
+    batch = {}
+    for name in sequences[0]:
+        batch[name] = torch.tensor([sequence[name] for sequence in sequences], device=sampler.device)
+    return batch, texts
 
 
 @torch.no_grad()
@@ -648,13 +664,12 @@ def generate(model, prompts, max_completion_length, temperature, stop_ids):
     active = list(range(len(prompts)))  # the A completions that have not ended
     logits, cache, mask = prefill(model, prompts)
     stop_ids = torch.tensor(stop_ids, device=logits.device)
-    for t in inner_bar(range(max_completion_length), "tokens"):
+    for t in tqdm(range(max_completion_length), "tokens", leave=False, delay=5):
         tokens, logprobs = sample_tokens(logits, temperature)
         for i, token, logprob in zip(active, tokens.tolist(), logprobs.tolist()):
             completions[i][0].append(token)
             completions[i][1].append(logprob)
-        ended = torch.isin(tokens, stop_ids)
-        going = (~ended).nonzero().squeeze(1)
+        going = torch.isin(tokens, stop_ids, invert=True).nonzero().squeeze(1)
         if len(going) == 0 or t == max_completion_length - 1:
             break
         if len(going) < len(active):  # the others leave the batch
@@ -687,22 +702,13 @@ def sample_tokens(logits, temperature):
     if temperature == 0:
         return logits.argmax(-1), torch.zeros_like(logits[:, 0])
     probabilities = (logits.float() / temperature).softmax(-1)  # (A, V)
-    # First draw a block of 128 tokens, and then one of them: on a CPU this is much faster than torch.multinomial.
+    # First draw a block of 128 tokens, and then one of them: on a CPU this is much faster than drawing from all.
     padding = -probabilities.shape[1] % 128  # up to a multiple of 128
     blocks = nn.functional.pad(probabilities, (0, padding)).unflatten(1, (-1, 128))  # (A, V / 128, 128)
-    block = draw(blocks.sum(-1))  # (A,)
-    tokens = 128 * block + draw(blocks[torch.arange(len(block)), block])
-    drawn = probabilities.gather(1, tokens.unsqueeze(1)).squeeze(1)
-    return tokens, drawn.log()
-
-
-def draw(weights):
-    """Draw an index of each row (A, N) in proportion to its weights; return indices (A,)."""
-    sums = weights.cumsum(-1, dtype=torch.float64)  # in float32, the sum would round rare tokens away
-    draws = torch.rand(len(sums), 1, dtype=sums.dtype, device=sums.device) * sums[:, -1:]
-    # A draw on the edge of two indices gives the second: never one of weight 0.
-    indices = torch.searchsorted(sums, draws, right=True).squeeze(1)
-    return indices.clamp(max=weights.shape[1] - 1)
+    block = torch.multinomial(blocks.sum(-1), 1)  # (A, 1)
+    place = torch.multinomial(blocks.take_along_dim(block.unsqueeze(2), 1).squeeze(1), 1)  # (A, 1), in the block
+    tokens = 128 * block + place
+    return tokens.squeeze(1), probabilities.gather(1, tokens).squeeze(1).log()
 
 
 def sum_parts(scores, name):
@@ -730,18 +736,19 @@ def copy_weights(policy, sampler):
     """Give the sampler the weights of the policy, all of them on every rank."""
     for weight, copy in zip(policy.parameters(), sampler.parameters(), strict=True):
         if isinstance(weight, DTensor):
-            weight = weight.full_tensor()
+            weight = weight.to(copy.device, copy.dtype).full_tensor()
         copy.copy_(weight)
 
 
 def pick_rows(rows, start, count, seed):
     """Return rows start to start + count of an endless series: all rows shuffled, all shuffled anew, and so on."""
     picked = []
-    while len(picked) < count:
-        epoch, offset = divmod(start + len(picked), len(rows))
-        generator = torch.Generator().manual_seed(hash((seed, epoch)))
-        order = torch.randperm(len(rows), generator=generator)
-        picked += [rows[i] for i in order[offset : offset + count - len(picked)].tolist()]
+    for place in range(start, start + count):
+        epoch, offset = divmod(place, len(rows))
+        if offset == 0 or not picked:
+            generator = torch.Generator().manual_seed(hash((seed, epoch)))
+            order = torch.randperm(len(rows), generator=generator).tolist()
+        picked.append(rows[order[offset]])
     return picked
 
 
@@ -755,16 +762,16 @@ def microbatches(batch, indices, max_tokens):
         size = max(1, max_tokens // length)
         parts.append(select(batch, rest[:size], length))
         rest = rest[size:]
-    # FSDP needs equally many passes on all ranks: fill up with parts that have no token in the mask.
+    # FSDP needs equally many passes on all ranks: fill up with the first token of a prompt, which is not in the mask.
     num_parts = max_over_ranks(len(parts))
     while len(parts) < num_parts:
         parts.append(select(batch, torch.tensor([0]), 1))
-    return inner_bar(parts, "microbatches")
+    return parts
 
 
 def select(batch, indices, length):
     """Return these rows of a batch, with (B, L) tensors cut to this length."""
-    part = {"indices": indices}
+    part = {}
     for name, values in batch.items():
         part[name] = values[indices]
         if values.dim() > 1:
@@ -774,7 +781,7 @@ def select(batch, indices, length):
 
 def step_optimizer(policy, optimizer, learning_rate, max_grad_norm):
     """Clip the gradients and make an optimizer step, unless they are 0 or not finite; return their norm."""
-    grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), max_grad_norm)
+    grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), max_grad_norm or torch.inf)  # 0 is no limit
     if isinstance(grad_norm, DTensor):
         grad_norm = grad_norm.full_tensor()
     optimizer.param_groups[0]["lr"] = learning_rate
@@ -789,10 +796,9 @@ def step_optimizer(policy, optimizer, learning_rate, max_grad_norm):
 def log_group(args, step, row, texts, scores):
     """Log a group of completions; in step 1 and every --eval-every steps, print their ends, too."""
     if RANK == 0:
-        sample = {"step": step, "prompt": row["prompt"], "answer": row["answer"]}
-        sample |= {"completions": texts, "rewards": scores}
+        line = {"step": step, "prompt": row["prompt"], "answer": row["answer"], "completions": texts, "rewards": scores}
         with Path(args.run_dir, "samples.jsonl").open("a") as file:
-            file.write(json.dumps(sample, default=str) + "\n")  # an answer may be a date
+            file.write(json.dumps(line, default=str) + "\n")  # an answer may be a date
         if step == 1 or step % args.eval_every == 0:
             tqdm.write(f"step {step}: prompt {row['prompt']!r}, answer {row['answer']!r}, rewards and completions:")
             for text, score in zip(texts, scores):
@@ -800,9 +806,8 @@ def log_group(args, step, row, texts, scores):
 
 
 def save(args, policy, optimizer, tokenizer, step):
-    """Write checkpoint-STEP/, a Hugging Face model, with state/, which --resume loads; then remove older ones."""
-    run_dir = Path(args.run_dir)
-    unfinished = run_dir / "unfinished"
+    """Write checkpoint-STEP/, a Hugging Face model, with state/, which --resume loads; then remove older states."""
+    unfinished = Path(args.run_dir, "unfinished")
     options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = dcp_state.get_model_state_dict(policy.model, options=options)  # only on rank 0
     if RANK == 0:
@@ -813,11 +818,11 @@ def save(args, policy, optimizer, tokenizer, step):
     weights, moments = dcp_state.get_state_dict(policy, optimizer)
     dcp.save({"policy": weights, "optimizer": moments}, checkpoint_id=unfinished / "state")
     if RANK == 0:
-        older = list(run_dir.glob("checkpoint-??????"))
-        unfinished.rename(run_dir / f"checkpoint-{step:06d}")  # the last thing to do: a killed save does not count
-        for folder in older:
+        older_states = list(Path(args.run_dir).glob("checkpoint-??????/state"))
+        unfinished.rename(f"{args.run_dir}/checkpoint-{step:06d}")  # the last thing to do: a killed save does not count
+        for folder in older_states:
             shutil.rmtree(folder)
-        tqdm.write(f"saved {run_dir}/checkpoint-{step:06d}")
+        tqdm.write(f"saved {args.run_dir}/checkpoint-{step:06d}")
 
 
 if __name__ == "__main__":

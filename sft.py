@@ -30,8 +30,11 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+if int(os.environ.get("RANK", 0)) > 0:
+    os.environ["TQDM_DISABLE"] = "1"  # only the first rank shows progress bars
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: idle threads that spin slow a busy machine down
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # batches differ in size: leave no gaps
+os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")  # slow for new sizes, wrong on B200: pytorch#193893
 
 import torch
 import torch.distributed as dist
@@ -40,12 +43,13 @@ import tyro
 from datasets import load_dataset
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.integrations import sdpa_attention
 
 RANK = int(os.environ.get("RANK", 0))  # torchrun sets these
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
@@ -78,17 +82,19 @@ class Args:
     learning_rate: float = 1e-5
     """peak learning rate of AdamW, after the warm-up; small models need a higher one: 2e-4 for 135 M parameters"""
     warmup_steps: int = 50
-    """optimizer steps over which the learning rate rises from 0"""
+    """steps over which the learning rate rises from 0; at most half of the run"""
     minibatch_size: int = 64
     """examples (turns of the assistant) per optimizer step, over all ranks"""
     microbatch_tokens: int = 4096
     """maximum tokens per forward pass, including padding"""
     max_grad_norm: float = 1.0
-    """larger gradients are scaled down to this norm"""
+    """larger gradients are scaled down to this norm; 0 leaves them as they are"""
     weight_decay: float = 0.1
     """weight decay of AdamW"""
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: saves memory, but the update takes about a third longer"""
+    cpu_offload: bool = False
+    """keep weights, gradients and AdamW's state in the host's memory: fits larger models, but is slower"""
     precision: Literal["bfloat16", "float32"] = "bfloat16"
     """precision of matrix products (float32 on GPUs before Ampere, such as T4 and V100); weights are float32"""
 
@@ -100,7 +106,7 @@ class Args:
     save_every: int = 100
     """steps between saves"""
     run_dir: str = ""
-    """new folder for logs and checkpoints (empty: runs/SCRIPT__SEED__TIME)"""
+    """new folder for logs and checkpoints (empty: runs/SCRIPT__SEED__TIME, or that of --resume)"""
     resume: str = ""
     """folder of a run to continue; its settings become the defaults"""
     seed: int = 1
@@ -149,15 +155,15 @@ def batch_loss(policy, batch):
 
 
 @torch.no_grad()
-def evaluate(policy, rows, args):
+def evaluate(policy, rows, args, device):
     """Return the mean loss per completion token of held-out examples, and its exponential, the perplexity."""
     if not rows:
         return {}
     rows = rows[RANK::WORLD_SIZE] or rows[:1]  # all ranks must reduce the same metrics
-    device = policy.model.device
     batch = make_batch(rows, device)
+    indices = torch.arange(len(rows), device=device)
     collected = []
-    for microbatch in microbatches(batch, torch.arange(len(rows), device=device), args.microbatch_tokens):
+    for microbatch in inner_bar(microbatches(batch, indices, args.microbatch_tokens), "examples"):
         _, metrics = batch_loss(policy, microbatch)
         collected.append(metrics)
     loss = mean_metrics(collected)["loss/nll"]
@@ -173,12 +179,13 @@ def main(args):
     optimizer = torch.optim.AdamW(
         policy.parameters(), args.learning_rate, (0.9, 0.98), weight_decay=args.weight_decay, fused=True
     )
-    first_step = open_run(args, policy, optimizer)
+    open_run(args, device)
+    first_step = load_state(args, policy, optimizer) + 1
     optimizer.param_groups[0]["weight_decay"] = args.weight_decay  # that of the flag, also after a resume
     if first_step == 1:
-        log_step(args, 0, evaluate(policy, eval_rows, args))
+        log_step(args, 0, evaluate(policy, eval_rows, args, device))
 
-    progress = tqdm(range(first_step, args.num_steps + 1), disable=RANK > 0)
+    progress = tqdm(range(first_step, args.num_steps + 1))
     for step in progress:
         step_start = time.perf_counter()
 
@@ -188,16 +195,18 @@ def main(args):
         num_tokens = sum(len(row["completion_ids"]) for row in rows)  # of all ranks
         rows = rows[RANK::WORLD_SIZE]
         batch = make_batch(rows, device)
+        indices = torch.arange(len(rows), device=device)
         collected = []
-        for microbatch in microbatches(batch, torch.arange(len(rows), device=device), args.microbatch_tokens):
+        for microbatch in inner_bar(microbatches(batch, indices, args.microbatch_tokens), "examples"):
             loss, metrics = batch_loss(policy, microbatch)
             loss = loss / (num_tokens / WORLD_SIZE)  # FSDP averages over ranks
             loss.backward()
             collected.append(metrics)
         # The learning rate rises, then falls on a cosine, from its peak in the first step after the warm-up.
-        decay = (step - 1 - args.warmup_steps) / max(1, args.num_steps - args.warmup_steps)
+        warmup_steps = min(args.warmup_steps, args.num_steps // 2)
+        decay = (step - 1 - warmup_steps) / max(1, args.num_steps - warmup_steps)
         factor = 0.5 * (1 + math.cos(math.pi * max(0.0, decay)))
-        learning_rate = args.learning_rate * min(step / max(1, args.warmup_steps), factor)
+        learning_rate = args.learning_rate * min(step / max(1, warmup_steps), factor)
         grad_norm = step_optimizer(policy, optimizer, learning_rate, args.max_grad_norm)
 
         # metrics, evaluation, logs, saving
@@ -206,7 +215,7 @@ def main(args):
         metrics["optim/learning_rate"] = learning_rate
         metrics["perf/step_seconds"] = time.perf_counter() - step_start
         if step % args.eval_every == 0 or step == args.num_steps:
-            metrics |= evaluate(policy, eval_rows, args)
+            metrics |= evaluate(policy, eval_rows, args, device)
         log_step(args, step, metrics)
         progress.set_postfix(loss=metrics["loss/nll"])
         if step % args.save_every == 0 or step == args.num_steps:
@@ -216,22 +225,23 @@ def main(args):
 
 
 # ---- below: identical copies of what several scripts share, in the order of use
-# This script's own are only read_rows, find_chat, load_model, make_batch.
+# This script's own are only load_rows, read_rows, encode_rows, find_chat, load_model, make_batch.
 
 COMPLETIONS = ("completion", "response", "solution", "answer")  # columns: the first that there is counts
 LOGITS_AT_ONCE = 2**26  # at most, tokens times vocabulary: 256 MiB
-inner_bar = partial(tqdm, leave=False, delay=5, disable=RANK > 0)  # a progress bar that appears after five seconds
+inner_bar = partial(tqdm, leave=False, delay=5)  # a progress bar that appears after five seconds
 
 
 def parse_args():
-    """Read the flags, first to see what their defaults are: those of Args, of TINY, or of the run to resume."""
-    args = tyro.cli(Args)
-    if args.resume:
-        settings = json.loads(Path(args.resume, "args.json").read_text())
-        return tyro.cli(Args, default=Args(**settings))
-    if args.tiny or not args.model:
+    """Read the flags over the defaults that apply: those of Args, of TINY, or of the run to resume."""
+    given = tyro.cli(Args)
+    if given.resume:
+        if given.run_dir not in ("", given.resume):
+            raise SystemExit("a resumed run goes on in its own folder: leave out --run-dir, or copy the folder first")
+        return tyro.cli(Args, default=Args(**json.loads(Path(given.resume, "args.json").read_text())))
+    if given.tiny or not given.model:
         return tyro.cli(Args, default=TINY)
-    return args
+    return given
 
 
 def init_ranks():
@@ -242,9 +252,8 @@ def init_ranks():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
-    store = None if WORLD_SIZE > 1 else dist.HashStore()
-    timeout = timedelta(hours=2)  # some ranks may sample much longer than others
-    dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE, timeout=timeout)
+    store = None if WORLD_SIZE > 1 else dist.HashStore()  # hours below, as some ranks may sample longer than others
+    dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE, timeout=timedelta(hours=2))
     return device
 
 
@@ -256,53 +265,73 @@ def check_args(args):
 
 def load_rows(args, tokenizer):
     """Load training rows, and held-out rows of the test split, or of the training split if there is none."""
-    path, config, split = (args.dataset + "::").split(":")[:3]
+    path, _, rest = args.dataset.partition(":")
+    config, _, split = rest.partition(":")
     if Path(path).is_file():
-        file_type = Path(path).suffix[1:].replace("jsonl", "json")
-        splits = load_dataset(file_type, data_files=path)
+        splits = load_dataset(Path(path).suffix[1:].replace("jsonl", "json"), data_files=path)
     else:
         splits = load_dataset(path, config or None)
     train = split or "train"
-    if train not in splits:
-        raise SystemExit(f"{args.dataset} has only the splits {list(splits)}: name one, as in NAME:CONFIG:SPLIT")
     test = train.replace("train", "test")  # train_sft -> test_sft
     if test not in splits:
         test = train
     held_out = splits[test].shuffle(seed=0)  # the same for every --seed
     limit = len(held_out) // 5 if test == train else len(held_out)
-    eval_rows = read_rows(held_out.select(range(min(args.eval_prompts, limit))), args, tokenizer)
-    eval_prompts = {str(row["prompt"]) for row in eval_rows}
+    if RANK > 0:
+        max_over_ranks(0)  # wait: the first rank prepares the rows, and the others find them on the disk
+    eval_rows = read_rows(held_out.select(range(min(args.eval_prompts, limit))), args, tokenizer).to_list()
+    eval_prompts = [row["prompt"] for row in eval_rows]
     train_rows = read_rows(splits[train], args, tokenizer)
-    train_rows = [row for row in train_rows if str(row["prompt"]) not in eval_prompts]
+    train_rows = train_rows.filter(lambda prompt: prompt not in eval_prompts, input_columns="prompt")
     if RANK == 0:
-        print(f"{len(splits[train])} training rows; read: {len(train_rows)} to train on, {len(eval_rows)} held out")
+        passes = round(args.num_steps * args.minibatch_size / max(1, len(train_rows)), 1)
+        counts = f"{len(train_rows)} to train on, {len(eval_rows)} held out"
+        print(f"{len(splits[train])} training rows; read: {counts}; {passes} passes")
         for name, ids in train_rows[0].items():
             if name.endswith("_ids"):
                 print(f"the first {name.removesuffix('_ids')}: {tokenizer.decode(ids)!r}")
+    if RANK == 0 and WORLD_SIZE > 1:
+        max_over_ranks(0)  # the others may go on
     return train_rows, eval_rows
 
 
+def max_over_ranks(number):
+    """Return the largest of all ranks' integers."""
+    number = torch.tensor(number)
+    dist.all_reduce(number, dist.ReduceOp.MAX)
+    return number.item()
+
+
 def read_rows(rows, args, tokenizer):
-    """Return the ids of examples, one for each turn of an assistant or each text, and drop those with a long one."""
+    """Return a data set with the ids of examples, which datasets keeps on disk, so that a resumed run need not wait."""
     if not {"messages", "text", *COMPLETIONS} & {*rows.column_names}:
         raise SystemExit(f"{args.dataset} has no messages, no text and no completion, but {rows.column_names}")
+    settings = {"tokenizer": tokenizer, "system_prompt": args.system_prompt}
+    settings |= {"max_prompt": args.max_prompt_length, "max_completion": args.max_completion_length}
+    return rows.map(encode_rows, batched=True, remove_columns=rows.column_names, fn_kwargs=settings)
+
+
+def encode_rows(batch, tokenizer, system_prompt, max_prompt, max_completion):
+    """Return the ids of examples, one for each turn of an assistant or each text, and drop those with a long one."""
     stop_id = find_turn_end(tokenizer) or tokenizer.eos_token_id
-    kept = []
-    for row in inner_bar(rows, "rows"):
+    examples = []
+    for values in zip(*batch.values()):
+        row = dict(zip(batch, values))
         chat = find_chat(row)
         if not chat and row.get("text"):
-            ids = [*tokenizer(row["text"])["input_ids"], tokenizer.eos_token_id][: args.max_completion_length]
+            ids = [*tokenizer(row["text"])["input_ids"], tokenizer.eos_token_id][:max_completion]
             # Nothing comes before the first token, so it cannot be trained.
-            kept.append({"prompt": row["text"], "prompt_ids": ids[:1], "completion_ids": ids[1:]})
-        if args.system_prompt and chat and chat[0]["role"] != "system":
-            chat = [{"role": "system", "content": args.system_prompt}, *chat]
+            examples.append({"prompt": row["text"], "prompt_ids": ids[:1], "completion_ids": ids[1:]})
+        if system_prompt and chat and chat[0]["role"] != "system":
+            chat = [{"role": "system", "content": system_prompt}, *chat]
         for place, message in enumerate(chat):
             if message["role"] == "assistant":
                 prompt_ids, completion_ids = encode_chat(tokenizer, chat[: place + 1], stop_id)
-                if len(prompt_ids) <= args.max_prompt_length and len(completion_ids) <= args.max_completion_length:
+                if len(prompt_ids) <= max_prompt and len(completion_ids) <= max_completion:
                     ids = {"prompt_ids": prompt_ids, "completion_ids": completion_ids}
-                    kept.append({"prompt": chat[:place], **ids})
-    return kept
+                    examples.append({"prompt": str(chat[:place]), **ids})
+    names = ("prompt", "prompt_ids", "completion_ids")
+    return {name: [example[name] for example in examples] for name in names}
 
 
 def find_turn_end(tokenizer):
@@ -379,36 +408,39 @@ def load_model(args, tokenizer, dtype):
 
 
 def prepare(policy, args, device):
-    """Set up bfloat16 and gradient checkpointing, and share weights out among the ranks."""
+    """Set up precision and gradient checkpointing, and share weights out among the ranks, or offload them."""
     if args.precision == "bfloat16":
         torch.set_float32_matmul_precision("medium")  # of the head: TF32 on GPUs, bfloat16 on CPUs
-        add_rounding_noise(policy)
-    block_names = policy.model._no_split_modules  # the class names of transformer blocks
-    blocks = [module for module in policy.modules() if type(module).__name__ in block_names]
+        add_rounding_noise(policy, device)
+    else:  # on a GPU, float32 attention with fewer keys than queries would keep L x L numbers per head: repeat keys
+        sdpa_attention.use_gqa_in_sdpa = lambda *_: False
+    names = policy.model._no_split_modules  # of the classes of transformer blocks
+    blocks = [module for module in policy.modules() if type(module).__name__ in names]
     if args.gradient_checkpointing:  # transformers' own works only in training mode, with dropout
         for block in blocks:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    if WORLD_SIZE > 1:
-        mp_policy = MixedPrecisionPolicy(getattr(torch, args.precision), torch.float32, cast_forward_inputs=False)
-        mesh = dist.init_device_mesh(device.type, (WORLD_SIZE,))
-        for block in blocks:
-            fully_shard(block, mesh=mesh, mp_policy=mp_policy)
-        fully_shard(policy, mesh=mesh, reshard_after_forward=True)  # embedding and head, in float32; else kept gathered
-    return policy.to(device)
+    if WORLD_SIZE == 1 and not args.cpu_offload:
+        return policy.to(device)
+    mp_policy = MixedPrecisionPolicy(getattr(torch, args.precision), torch.float32, cast_forward_inputs=False)
+    shard = partial(fully_shard, reshard_after_forward=True)
+    if args.cpu_offload:
+        shard = partial(shard, offload_policy=CPUOffloadPolicy())
+    for block in blocks:
+        shard(block, mp_policy=mp_policy)
+    return shard(policy)  # embedding and head, in float32
 
 
 @torch.no_grad()
-def add_rounding_noise(policy):
+def add_rounding_noise(policy, device):
     """Give float32 weights noise in the lower 16 bits, which products in bfloat16 round away again.
 
-    Most checkpoints hold bfloat16 numbers, such as 1. All of 0.9981 to 1.0038 rounds to 1, so a step of 0.0001 would
-    change no rounded weight. From random places in this range, it moves some to the next number (docs/precision.md).
+    All of 0.9981 to 1.0038 rounds to 1: from exactly 1 no step of 0.0001 would show, from random places some do.
     """
     torch.manual_seed(0)  # the same noise on every rank, in the policy and in the reference
     for weight in policy.parameters():
-        rounded = weight.bfloat16().float()
+        rounded = weight.to(device).bfloat16().float()  # one weight at a time fits, and a GPU draws faster
         bits = rounded.view(torch.int32)
-        noise = torch.randint(-32767, 32768, bits.shape, dtype=bits.dtype) * (rounded != 0)
+        noise = torch.randint_like(bits, -32767, 32768) * (rounded != 0)
         weight.copy_((bits + noise).view(torch.float32))
 
 
@@ -419,6 +451,8 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         self.bfloat16 = precision == "bfloat16"
+        # Of Gemma. If a family changes its logits in another way, policy/sampler_kl ends the run.
+        self.cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
 
     def forward(self, ids, mask, temperature):
         """ids, mask (B, L), padded on the right -> logprobs, entropies (B, L) in nats, 0 outside the mask."""
@@ -432,64 +466,57 @@ class Policy(nn.Module):
         # All logits (N, V) might not fit: compute them in chunks, and again in the backward pass.
         chunk_size = LOGITS_AT_ONCE // self.model.get_output_embeddings().weight.shape[0]
         chunks = zip(hidden.split(chunk_size), targets.split(chunk_size))
-        results = [checkpoint(head_logprobs, self.model, *chunk, temperature, use_reentrant=False) for chunk in chunks]
-        flat_logprobs, flat_entropies = [torch.cat(values) for values in zip(*results)]  # (N,)
-        logprobs = hidden.new_zeros(mask.shape).masked_scatter(mask, flat_logprobs)  # (B, L)
-        entropies = hidden.new_zeros(mask.shape).masked_scatter(mask, flat_entropies)
-        return logprobs, entropies
+        results = [checkpoint(head_logprobs, self, *chunk, temperature, use_reentrant=False) for chunk in chunks]
+        zeros = hidden.new_zeros(mask.shape)  # (B, L)
+        return [zeros.masked_scatter(mask, torch.cat(parts)) for parts in zip(*results)]
 
 
-def head_logprobs(model, hidden, targets, temperature):
+def head_logprobs(policy, hidden, targets, temperature):
     """Return log-probabilities of targets (N,), and entropies, under softmax(logits / temperature); hidden (N, D)."""
-    # Some families change their logits. If another is missing here, policy/sampler_kl shows it.
-    config = model.config.get_text_config().to_dict()
-    scale = config.get("logit_scale") or config.get("lm_head_multiplier") or 1  # Cohere, Falcon-H1
-    scale = scale / config.get("logits_scaling", 1)  # Granite
-    logits = model.get_output_embeddings()(hidden * scale)  # (N, V)
-    cap = config.get("final_logit_softcapping")  # Gemma
-    if cap:
-        logits = cap * (logits / cap).tanh()
-    if temperature != 1:
-        logits = logits / temperature
+    logits = policy.model.get_output_embeddings()(hidden)  # (N, V)
+    if policy.cap:
+        logits = policy.cap * (logits / policy.cap).tanh()
+    logits /= temperature
     logprobs = logits.log_softmax(-1)
     with torch.no_grad():  # entropies are only logged
         entropies = -(logprobs.exp() * logprobs).sum(-1)
     return logprobs.gather(1, targets.unsqueeze(1)).squeeze(1), entropies
 
 
-def open_run(args, policy, optimizer):
-    """Create the run's folder, or load the newest state of the run to resume; return the first step to do."""
+def open_run(args, device):
+    """Choose args.run_dir if it is empty, make this folder with args.json in it, and start Weights & Biases."""
     started = max_over_ranks(int(time.time()))  # the same on all ranks
     args.run_dir = args.resume or args.run_dir or f"runs/{Path(sys.argv[0]).stem}__{args.seed}__{started}"
-    run_dir = Path(args.run_dir)
     if RANK == 0:
+        run_dir = Path(args.run_dir)
         run_dir.mkdir(parents=True, exist_ok=bool(args.resume))
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2))
-        print(f"{run_dir}: {type(policy.model).__name__}, {args.precision}, {WORLD_SIZE} x {policy.model.device}")
+        print(f"{run_dir}: {args.model}, {args.precision}, {WORLD_SIZE} x {device}")
         if args.track:
             import wandb
 
-            wandb.init(id=run_dir.name, resume="allow", config=vars(args))
-    saves = sorted(run_dir.glob("checkpoint-??????"))
+            id_file = run_dir / "wandb_id"  # two folders may have the same name, but not the same id
+            if not id_file.exists():
+                id_file.write_text(os.urandom(8).hex())
+            wandb.init(id=id_file.read_text(), name=run_dir.name, resume="allow", config=vars(args))
+
+
+def load_state(args, policy, optimizer):
+    """Load the newest state in the run's folder, and cut the logs to its step; return this step, 0 in a new run."""
+    run_dir = Path(args.run_dir)
+    states = sorted(run_dir.glob("checkpoint-??????/state"))
     last_step = 0
-    if saves:
+    if states:
         weights, moments = dcp_state.get_state_dict(policy, optimizer)  # dcp.load fills them in place
         planner = dcp.DefaultLoadPlanner(allow_partial_load=True)  # a weight that never had a gradient has no moments
-        dcp.load({"policy": weights, "optimizer": moments}, checkpoint_id=saves[-1] / "state", planner=planner)
+        dcp.load({"policy": weights, "optimizer": moments}, checkpoint_id=states[-1], planner=planner)
         dcp_state.set_state_dict(policy, optimizer, model_state_dict=weights, optim_state_dict=moments)
-        last_step = int(saves[-1].name.removeprefix("checkpoint-"))
+        last_step = int(states[-1].parent.name.removeprefix("checkpoint-"))
     if RANK == 0:
         for log in run_dir.glob("*.jsonl"):
             lines = [line for line in log.read_text().splitlines(True) if line.endswith("\n")]  # a kill cuts one
-            log.write_text("".join(line for line in lines if saves and json.loads(line)["step"] <= last_step))
-    return last_step + 1
-
-
-def max_over_ranks(number):
-    """Return the largest of all ranks' integers."""
-    number = torch.tensor(number)
-    dist.all_reduce(number, dist.ReduceOp.MAX)
-    return number.item()
+            log.write_text("".join(line for line in lines if states and json.loads(line)["step"] <= last_step))
+    return last_step
 
 
 def log_step(args, step, metrics):
@@ -529,16 +556,16 @@ def microbatches(batch, indices, max_tokens):
         size = max(1, max_tokens // length)
         parts.append(select(batch, rest[:size], length))
         rest = rest[size:]
-    # FSDP needs equally many passes on all ranks: fill up with parts that have no token in the mask.
+    # FSDP needs equally many passes on all ranks: fill up with the first token of a prompt, which is not in the mask.
     num_parts = max_over_ranks(len(parts))
     while len(parts) < num_parts:
         parts.append(select(batch, torch.tensor([0]), 1))
-    return inner_bar(parts, "microbatches")
+    return parts
 
 
 def select(batch, indices, length):
     """Return these rows of a batch, with (B, L) tensors cut to this length."""
-    part = {"indices": indices}
+    part = {}
     for name, values in batch.items():
         part[name] = values[indices]
         if values.dim() > 1:
@@ -560,17 +587,18 @@ def mean_metrics(collected):
 def pick_rows(rows, start, count, seed):
     """Return rows start to start + count of an endless series: all rows shuffled, all shuffled anew, and so on."""
     picked = []
-    while len(picked) < count:
-        epoch, offset = divmod(start + len(picked), len(rows))
-        generator = torch.Generator().manual_seed(hash((seed, epoch)))
-        order = torch.randperm(len(rows), generator=generator)
-        picked += [rows[i] for i in order[offset : offset + count - len(picked)].tolist()]
+    for place in range(start, start + count):
+        epoch, offset = divmod(place, len(rows))
+        if offset == 0 or not picked:
+            generator = torch.Generator().manual_seed(hash((seed, epoch)))
+            order = torch.randperm(len(rows), generator=generator).tolist()
+        picked.append(rows[order[offset]])
     return picked
 
 
 def step_optimizer(policy, optimizer, learning_rate, max_grad_norm):
     """Clip the gradients and make an optimizer step, unless they are 0 or not finite; return their norm."""
-    grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), max_grad_norm)
+    grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), max_grad_norm or torch.inf)  # 0 is no limit
     if isinstance(grad_norm, DTensor):
         grad_norm = grad_norm.full_tensor()
     optimizer.param_groups[0]["lr"] = learning_rate
@@ -583,9 +611,8 @@ def step_optimizer(policy, optimizer, learning_rate, max_grad_norm):
 
 
 def save(args, policy, optimizer, tokenizer, step):
-    """Write checkpoint-STEP/, a Hugging Face model, with state/, which --resume loads; then remove older ones."""
-    run_dir = Path(args.run_dir)
-    unfinished = run_dir / "unfinished"
+    """Write checkpoint-STEP/, a Hugging Face model, with state/, which --resume loads; then remove older states."""
+    unfinished = Path(args.run_dir, "unfinished")
     options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = dcp_state.get_model_state_dict(policy.model, options=options)  # only on rank 0
     if RANK == 0:
@@ -596,11 +623,11 @@ def save(args, policy, optimizer, tokenizer, step):
     weights, moments = dcp_state.get_state_dict(policy, optimizer)
     dcp.save({"policy": weights, "optimizer": moments}, checkpoint_id=unfinished / "state")
     if RANK == 0:
-        older = list(run_dir.glob("checkpoint-??????"))
-        unfinished.rename(run_dir / f"checkpoint-{step:06d}")  # the last thing to do: a killed save does not count
-        for folder in older:
+        older_states = list(Path(args.run_dir).glob("checkpoint-??????/state"))
+        unfinished.rename(f"{args.run_dir}/checkpoint-{step:06d}")  # the last thing to do: a killed save does not count
+        for folder in older_states:
             shutil.rmtree(folder)
-        tqdm.write(f"saved {run_dir}/checkpoint-{step:06d}")
+        tqdm.write(f"saved {args.run_dir}/checkpoint-{step:06d}")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ MISTAKES = {
     "mask shifted by a token": ("eval/accuracy", LOSS_MASK, LOSS_MASK.replace("mask", "mask.roll(1, 1)")),
     "rewards not centred": ("eval/accuracy", CENTRED, "groups"),
     "answer of the next row": ("eval/reward", "zip(completions, rows)", "zip(completions, rows[1:] + rows[:1])"),
-    "warm-up counted in rollouts": ("eval/accuracy", "(step - 1) * len(minibatches) + update + 1", "step"),
     "KL term with the wrong sign": ("policy/ref_kl", "+ kl_coef * ref_kl", "- kl_coef * ref_kl"),
     "reference is the current policy": ("loss/policy", REFERENCE, "policy"),
     "gradients not set to zero": ("policy/ref_kl", "    optimizer.zero_grad()\n", ""),

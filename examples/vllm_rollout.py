@@ -6,8 +6,7 @@
 
 It takes the script's flags and --gpu-memory, the share of a GPU that the engine may have while it samples (0.4). It
 replaces three functions of the script: load_sampler, copy_weights and generate. The engine gets the policy's weights
-before each rollout and each evaluation, and sleeps during the update. docs/vllm.md says how to install vLLM, and what
-was run.
+before each rollout and each evaluation, and sleeps during the update. docs/vllm.md says how to install vLLM.
 """
 
 import argparse
@@ -20,6 +19,7 @@ from types import SimpleNamespace
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported, as in the scripts
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine is no process of its own
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # each push would warn that a tied head is not loaded twice
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, without a GPU

@@ -17,20 +17,20 @@ def without(scripts, *names):
 
 # {scripts: what is identical in them}; a name comes twice where two families have each their own.
 SHARED = {
-    ALL: """RANK WORLD_SIZE HERE inner_bar parse_args init_ranks find_turn_end prepare add_rounding_noise open_run
+    ALL: """RANK WORLD_SIZE HERE inner_bar parse_args init_ranks find_turn_end prepare open_run load_state
         max_over_ranks log_step mean_metrics pick_rows microbatches select step_optimizer save""",
+    without(ALL, "gkd"): "add_rounding_noise",
     without(ALL, "reward_model"): "LOGITS_AT_ONCE load_policy",
     without(ALL, "reward_model", "sft"): "load_model",
     without(ALL, "reward_model", "gkd"): "Policy head_logprobs",
-    SAMPLING: """is_correct k3 parse_answer extract_answer load_rows read_rows load_sampler generate prefill
-        sample_tokens draw copy_weights""",
-    without(SAMPLING, "ppo_rlhf"): "reward_fn score_completions evaluate sum_parts",
+    SAMPLING: """is_correct k3 VALUE UNIT parse_answer extract_answer read_braces load_rows read_rows load_sampler
+        generate prefill sample_tokens copy_weights""",
+    without(SAMPLING, "ppo_rlhf", "gkd"): "reward_fn score_completions evaluate sum_parts",
     without(SAMPLING, "grpo_tools"): "sample_completions",
     without(SAMPLING, "gkd"): "log_group",
-    without(SAMPLING, "gkd", "reinforce"): "compute_logprobs",
-    without(SAMPLING, "gkd", "reinforce", "ppo_rlhf"): "check_args",
-    ("dpo", "reward_model", "sft"): "check_args load_rows as_messages encode_chat",
-    ("dpo", "reward_model"): "read_rows find_chat parse_dialogue make_batch",
+    without(SAMPLING, "gkd", "reinforce", "ppo_rlhf"): "add_logprobs check_args",
+    ("dpo", "reward_model", "sft"): "check_args as_messages encode_chat",
+    ("dpo", "reward_model"): "load_rows read_rows find_chat parse_dialogue make_batch",
     ("grpo_process", "grpo_tools"): "NUMBER GAP",
 }
 # [(name, the scripts in which it is identical)]

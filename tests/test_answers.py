@@ -42,13 +42,15 @@ def test_no_wrong_answer_of_the_collections_is_accepted_and_no_more_right_ones_a
     assert len(rows) == 200 and rewards == [float(row["label"]) for row in rows]
 
 
-# The last box counts, also one inside another, and goes before ####. What stands before </think> does not count.
+# The last box counts with all that is in it, and goes before ####. What stands before </think> does not count.
 @each_case(r"""
-4 | so \boxed{3}, no, \boxed{4}. ¦ #### 3⏎\boxed{4} ¦ \boxed{4}⏎#### 3 ¦ \boxed{\boxed{4}} ¦ \boxed{4}} and {so {on
+4 | so \boxed{3}, no, \boxed{4}. ¦ #### 3⏎\boxed{4} ¦ \boxed{4}⏎#### 3 ¦ \boxed{4}} and {so {on
+6 \boxed{5} | \boxed{6 \boxed{5}} ¦ \boxed{4} \boxed{6 \boxed{5}} or so
 \frac{1}{2} | \boxed{\frac{1}{2}} and more
 \{1,\{2\}\} | \boxed{\{1,\{2\}\}}
 3 apples | #### 3 apples ¦ #### 1⏎#### 3 apples⏎and so on ¦ ####3 apples ¦ ####	3 apples ⏎
 6 | <think>\boxed{5}</think>\boxed{6} ¦ \boxed{5}</think>\boxed{6} ¦ <think>a<think>b</think>c</think>#### 6
+None | <think>\boxed{4}. Wait ¦ <think>a</think>\boxed{4}<think>
 None | \boxed{3} and then \boxed{4 ¦ \boxed{\frac{1}{2} ¦ #### 5⏎\boxed{4 ¦ \boxed 4 ¦ \fbox{4}
 None | The answer is 42. ¦ 42 ¦ <answer>3</answer> ¦ <think>\boxed{5}</think> 5 ¦ #### 5</think> ¦ ### 5 ¦ boxed{5}
 """)
@@ -64,11 +66,11 @@ def test_extract_answer(answer, text):
 123456789/100 | 1,234,567.89 ¦ 1{,}234{,}567.89
 10000 | 10,000 ¦ 10{,}000 ¦ 10,000 \text{ meters}.⏎ ¦ 20,000/2
 1/2 | .5 ¦ 0.50 ¦ 1/2 ¦ 1 / 2 ¦ \frac{1}{2} ¦ \dfrac{1}{2} ¦ \tfrac12 ¦ \frac1{2} ¦ \frac{1}2 ¦ 2/4 ¦ \frac12 \text{ cm}
-5 | 5 cm ¦ 5 \text{ cm} ¦ 5\text{ cm} ¦ 5\,\text{cm} ¦ 5 \mathrm{cm} ¦ 5 square feet ¦ 5 \text{ m} ¦ 5 Oranges
+5 | 5 cm ¦ 5 \text{ cm} ¦ 5\text{ cm} ¦ 5\,\text{cm} ¦ 5 \mathrm{cm} ¦ 5 square feet ¦ 5 \text{ m} ¦ \(5\) ¦ \( 5 \).
 """)
 def test_a_number_is_read_as_a_fraction(answer, text):
-    parsed = grpo.parse_answer(text)
-    assert isinstance(parsed, Fraction) and parsed == Fraction(answer)
+    value, _ = grpo.parse_answer(text)
+    assert isinstance(value, Fraction) and value == Fraction(answer)
 
 
 @each_case(r"""
@@ -81,7 +83,7 @@ no solution | no solution ¦ \text{no  solution} ¦ no⏎solution
  |  ¦ ⏎ ¦ $$ ¦ {} ¦ \text{}
 """)
 def test_another_answer_is_read_without_its_blanks_and_formatting(answer, text):
-    assert grpo.parse_answer(text) == answer
+    assert grpo.parse_answer(text) == (answer, "")
 
 
 # Several answers, words and signs that change a number, other separators, blanks inside numbers, mixed numbers,
@@ -105,7 +107,15 @@ def test_another_answer_is_read_without_its_blanks_and_formatting(answer, text):
 no | on ¦ yes ¦ no no ¦ n o ¦ No solution
 0 |  ¦ . ¦ - ¦ $ ¦ \text{} ¦ nan ¦ None ¦ false ¦ \text{none} ¦ \emptyset
 5 | 5 Million ¦ 5 MILLION ¦ 5 Thousand ¦ 5 \text{ Dozen} ¦ 5 or six ¦ 5 \text{ and six} ¦ 5 and one half ¦ 5 halves
-5 | 5 percent ¦ 5 \text{ pi}
+5 | 5 percent ¦ 5 \text{ pi} ¦ 5 squared ¦ 5 square ¦ 5 bn ¦ 5 degrees below zero
+5 | 6 \boxed{5} ¦ 5 apples ¦ 5 g ¦ 5 or so
+2 | 2 thirds ¦ 2 \text{ thirds} ¦ 2 times ¦ 2 pairs
+3 | 3 quarters ¦ 3 fourths of a mile
+6 | 6 \boxed{5} ¦ 6 \boxed{6}
+5 hours | 5 minutes ¦ 5 \text{ minutes} ¦ 5 days ¦ 5 apples
+5 square feet | 5 feet ¦ 5 cubic feet
+(1234) | (1,234) ¦ 1,234 ¦ \{1,234\}
+1,234 | (1,234) ¦ 1,234,5 ¦ 1,234.5,0
 3 PM | 3 AM
 125 | 0,125 ¦ 0{,}125
 31/2 | 3\ 1/2 ¦ 3\,1/2
@@ -134,7 +144,9 @@ def test_a_completion_without_this_as_its_final_answer_is_refused(answer, text):
 48/2 = <<48/2=24>>24 clips.⏎That is 48+24 = <<48+24=72>>72.⏎#### 72 | \boxed{72} ¦ so it is \boxed{72}. ¦ #### 72.00
 We get \boxed{\frac{1}{2}}. | \boxed{1/2} ¦ \boxed{0.5} ¦ #### \frac12
 #### 1,234 | #### 1234 ¦ \boxed{\$1,234}
-⏎ 5 cm ⏎ | \boxed{5} ¦ <think>\boxed{4}</think>\boxed{5} ¦ #### 5 apples
+⏎ 5 cm ⏎ | \boxed{5} ¦ <think>\boxed{4}</think>\boxed{5} ¦ #### 5.0 cm ¦ \boxed{\boxed{5}}
+\(5\) | \boxed{5} ¦ \boxed{5 \text{ hours}}
+5 hours | \boxed{5} ¦ \boxed{5 \text{ hours}} ¦ \boxed{10/2 hours}
 ["5","6"] | \boxed{["5", "6"]}
 """)
 def test_the_right_answer_is_accepted(answer, text):

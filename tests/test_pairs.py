@@ -248,7 +248,7 @@ def test_pairs_that_lack_something_or_are_long_are_left_out(tmp_path, tokenizer,
     pairs, _ = load(dpo, tmp_path, rows, tokenizer, max_prompt_length=6, max_completion_length=8)
     assert [texts_of(pair, tokenizer)[0] for pair in pairs] == [SHORT, "<|user|>1111<|assistant|>"]
     said = capsys.readouterr().out.splitlines()
-    assert said[-4] == "3 training rows; read: 2 to train on, 0 held out"
+    assert said[-4] == "3 training rows; read: 2 to train on, 0 held out; 32000.0 passes"
     assert said[-3:] == [
         f"the first prompt: {SHORT!r}",
         "the first chosen: '4<|end|>'",
@@ -289,10 +289,10 @@ def test_a_missing_column_is_named(script, message, tmp_path, tokenizer):
 
 
 def test_long_texts_are_cut_and_a_system_prompt_stands_before_a_chat(tmp_path, tokenizer):
-    [example], _ = load(sft, tmp_path, [{"text": "1+2+3"}], tokenizer, max_completion_length=3)
-    assert texts_of(example, tokenizer) == ["1", "+2"]
-    [example], _ = load(sft, tmp_path, [{"prompt": "2+2=", "completion": "4"}], tokenizer, system_prompt="9")
-    assert texts_of(example, tokenizer) == ["<|system|>9" + SHORT, "4<|end|>"]
+    examples, _ = load(sft, tmp_path, [{"text": "1+2+3"}], tokenizer, max_completion_length=3)
+    assert [texts_of(example, tokenizer) for example in examples] == [["1", "+2"]]
+    examples, _ = load(sft, tmp_path, [{"prompt": "2+2=", "completion": "4"}], tokenizer, system_prompt="9")
+    assert [texts_of(example, tokenizer) for example in examples] == [["<|system|>9" + SHORT, "4<|end|>"]]
 
 
 def encode(tokenizer, prompt, completion):

@@ -91,7 +91,7 @@ class TestBfloat16:
         given.model.norm.weight.data[:3] = torch.tensor([0.0, 1.0, -2.0])
         policy = grpo.Policy(given, "bfloat16")
         before = [weight.detach().clone() for weight in policy.parameters()]
-        grpo.add_rounding_noise(policy)
+        grpo.add_rounding_noise(policy, CPU)
         for old, new in zip(before, policy.parameters(), strict=True):
             assert torch.equal(old.bfloat16(), new.bfloat16())
             assert torch.equal(new == 0, old.bfloat16() == 0)
@@ -147,12 +147,13 @@ def test_the_first_ratio_is_exactly_one(precision, checkpointing, monkeypatch):
     lengths = mask.cumsum(1).argmax(1) + 1
     batch = {"ids": ids, "completion_mask": mask, "total_lengths": lengths, "sampler_logprobs": torch.zeros(ids.shape)}
     halves = [torch.tensor([5, 2, 7, 0]), torch.tensor([3, 6, 1, 4])]
-    batch["old_logprobs"] = grpo.compute_logprobs(policy, batch, halves, args)
-    assert ((batch["old_logprobs"] != 0) == mask.bool()).all()
-    for indices in halves:
-        parts = list(grpo.microbatches(batch, indices, args.microbatch_tokens))
-        assert sorted(torch.cat([part["indices"] for part in parts]).tolist()) == sorted(indices.tolist())
+    batch["row"] = torch.arange(len(ids))
+    minibatches = [grpo.microbatches(batch, indices, args.microbatch_tokens) for indices in halves]
+    grpo.add_logprobs("old_logprobs", policy, minibatches, args)
+    for indices, parts in zip(halves, minibatches, strict=True):
+        assert sorted(torch.cat([part["row"] for part in parts]).tolist()) == sorted(indices.tolist())
         for part in parts:
+            assert ((part["old_logprobs"] != 0) == part["completion_mask"].bool()).all()
             assert len(part["ids"]) * part["ids"].shape[1] <= 25 or len(part["ids"]) == 1
             logprobs, _ = policy(part["ids"], part["completion_mask"], args.temperature)
             assert logprobs.requires_grad
@@ -186,9 +187,7 @@ FAMILIES = {
     **dict.fromkeys("mixtral qwen3_moe gpt_oss".split(), {}),  # experts, sinks
     "deepseek_v3": LATENT,  # compressed keys and values
     **dict.fromkeys(("qwen3_next", "qwen3_5_text"), LINEAR),
-    "falcon_h1": {"lm_head_multiplier": 0.3},  # a state space, and scaled logits
-    "cohere2": {"logit_scale": 0.25, **WINDOWS},
-    "granite": {"logits_scaling": 3.0},
+    "falcon_h1": {},  # a state space
     **dict.fromkeys(("gemma2", "gemma3_text"), {**CAP, **WINDOWS}),
     "lfm2": {"layer_types": ["conv", "full_attention"]},
 }
@@ -254,6 +253,37 @@ def test_in_bfloat16_sampler_policy_and_reference_agree_in_each_family(name):
     logprobs.sum().backward()
     gradients = [weight.grad for weight in policies[0].parameters() if weight.grad is not None]
     assert gradients and all(gradient.isfinite().all() for gradient in gradients)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("name", ["granite", "cohere2"])
+def test_a_family_that_scales_its_logits_elsewhere_is_found_by_the_limit_on_sampler_kl(name):
+    """With the factors of Granite 3 and Command R7B."""
+    scale = {"granite": {"logits_scaling": 8.0}, "cohere2": {"logit_scale": 0.0625, **WINDOWS}}[name]
+    FAMILIES[name] = scale
+    model = build(name)
+    del FAMILIES[name]
+    ids, mask, sampled = sample(model)
+    log_ratio = torch.where(mask.bool(), grpo.Policy(model, "float32")(ids, mask, 1.0)[0].detach() - sampled, 0.0)
+    assert grpo.k3(log_ratio).sum() / mask.sum() > 0.1  # above which main ends in its first step
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_in_float32_keys_are_repeated(precision, monkeypatch):
+    """On a GPU, attention in float32 with fewer keys than queries would keep L x L numbers per head."""
+    policy = grpo.prepare(
+        grpo.Policy(build_model("qwen3", dtype=torch.float32), precision), make_args(precision=precision), CPU
+    )
+    calls, attention = [], torch.nn.functional.scaled_dot_product_attention
+
+    def record(query, key, *rest, **settings):
+        calls.append((query.shape[1], key.shape[1]))
+        return attention(query, key, *rest, **settings)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", record)
+    policy(torch.tensor([[3, 4, 5, 6]]), torch.tensor([[0, 1, 1, 1]]), 1.0)
+    assert calls == [(2, 2 if precision == "float32" else 1)] * 2
 
 
 def test_a_pad_token_that_is_in_use_is_trained(tmp_path):

@@ -99,10 +99,11 @@ def test_configs_and_splits_are_named_after_colons_and_gsm8k_is_read_as_it_is_on
         assert [prompt[0] for prompt in prompts_of(held_out)] == [str(tested)] * count
 
 
-def test_a_missing_split_or_column_is_explained_in_one_sentence(tmp_path, tokenizer):
+def test_a_missing_split_is_named_and_a_missing_column_explained_in_one_sentence(tmp_path, tokenizer):
     write_jsonl(tmp_path / "test.jsonl", ROWS)
     for name in (f"{tmp_path}", f"{tmp_path}::train"):
-        assert exit_line(name, tokenizer) == f"{name} has only the splits ['test']: name one, as in NAME:CONFIG:SPLIT"
+        with pytest.raises(KeyError, match="train"):
+            load(name, tokenizer)
     train, held_out = load(f"{tmp_path}::test", tokenizer, eval_prompts=256)  # it may be trained on if it is named
     assert (len(train), len(held_out)) == (8, 2)
     name = write_jsonl(tmp_path / "rows.jsonl", [{"input": "1+1=", "answer": "2"}])
@@ -138,7 +139,7 @@ def test_rows_that_lack_something_or_are_long_are_left_out(tmp_path, tokenizer, 
     limit = 6 + 2 * len(system_prompt)
     train, _ = load_rows(tmp_path, rows, tokenizer, system_prompt=system_prompt, max_prompt_length=limit)
     assert prompts_of(train) == [rows[0]["prompt"], rows[2]["prompt"]]
-    assert capsys.readouterr().out.startswith("2 of 3 training rows, 0 held-out rows\n")
+    assert capsys.readouterr().out.startswith("2 of 3 training rows: 6400.0 passes; 0 held out\n")
 
 
 COUNTS = [(10, 256, 2), (10, 1, 1), (10, 0, 0), (9, 256, 1), (5, 256, 1), (4, 256, 0), (1, 256, 0)]
@@ -172,7 +173,7 @@ def test_no_held_out_prompt_is_trained_on_whatever_its_answer_and_form(tmp_path,
 
 def test_what_is_read_is_printed_by_the_first_rank_alone(tmp_path, tokenizer, capsys, monkeypatch):
     load_rows(tmp_path, ROWS, tokenizer, eval_prompts=1, system_prompt="12")
-    lines = ["9 of 10 training rows, 1 held-out rows"]
+    lines = ["9 of 10 training rows: 1422.2 passes; 1 held out"]
     lines += ["the first prompt: '<|system|>12<|user|>1+1=<|assistant|>'", "its answer: '2'"]
     assert capsys.readouterr().out.splitlines() == lines
     monkeypatch.setattr(grpo, "RANK", 1)

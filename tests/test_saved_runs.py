@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import signal
 import sys
 
@@ -26,10 +27,12 @@ def whole_run(tmp_path_factory):
 def assert_same_run(run, expected):
     for name in sorted(path.name for path in expected.glob("*.jsonl")):
         assert logged(run, name) == logged(expected, name)
-    [checkpoint], [right] = ([*folder.glob("checkpoint-*")] for folder in (run, expected))
-    assert checkpoint.name == right.name and not (run / "unfinished").exists()
-    weights, right_weights = (load_file(folder / "model.safetensors") for folder in (checkpoint, right))
-    assert all(torch.equal(weights[name], weight) for name, weight in right_weights.items())
+    checkpoints, expected_ones = (sorted(folder.glob("checkpoint-*")) for folder in (run, expected))
+    assert not (run / "unfinished").exists()
+    for checkpoint, right in zip(checkpoints, expected_ones, strict=True):
+        assert checkpoint.name == right.name and (checkpoint / "state").exists() == (right / "state").exists()
+        weights, right_weights = (load_file(folder / "model.safetensors") for folder in (checkpoint, right))
+        assert all(torch.equal(weights[name], weight) for name, weight in right_weights.items())
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -65,8 +68,8 @@ def test_kill_9_costs_at_most_the_steps_since_the_last_save(when, whole_run, tmp
     with (tmp_path / "run/metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "rew')  # as a kill may cut a line off
     grpo.main(parse(grpo, resume=tmp_path / "run"))
-    if "older" in when:  # nothing was left to do, also not to remove the older one
-        (tmp_path / "run/checkpoint-000002").rename(tmp_path / "older")
+    if "older" in when:  # nothing was left to do, also not to remove the older state
+        shutil.rmtree(tmp_path / "run/checkpoint-000002/state")
     assert_same_run(tmp_path / "run", whole_run)
 
 
@@ -117,6 +120,7 @@ def test_what_is_saved_logged_and_printed(tmp_path, capsys):
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
     assert ["eval/accuracy" in line for line in lines] == [True, False, True, False, True]
     assert lines[0]["eval/accuracy"] == lines[0]["eval/reward"]
+    assert lines[0]["eval/truncated"] <= 1 and "eval/truncated 0." in printed
     wanted = {"reward/mean", "reward/zero_std", "rollout/length_mean", "rollout/truncated", "policy/approx_kl"}
     wanted |= {"policy/ref_kl", "policy/sampler_kl", "policy/entropy", "loss/policy", "optim/grad_norm"}
     assert wanted | {"optim/learning_rate", "perf/rollout_seconds", "perf/step_seconds"} < lines[1].keys()
@@ -132,7 +136,8 @@ def test_what_is_saved_logged_and_printed(tmp_path, capsys):
     for line in ("58 of 64 training rows", "56 of 64 training rows"):  # 8 are held out, of 64 // 5 at most
         assert (line in printed) == (line == "56 of 64 training rows")
     assert "step 0: eval/" in printed and "step 4: eval/" in printed
-    assert f"step 1: prompt {samples[0]['prompt']!r}" in printed and samples[1]["completions"][3][-160:] in printed
+    assert f"step 1: prompt {samples[0]['prompt']!r}" in printed
+    assert repr(samples[1]["completions"][3][-160:]) in printed
     assert f"saved {tmp_path}/run/checkpoint-000004" in printed
 
 
@@ -149,10 +154,17 @@ def test_weights_and_biases_gets_the_metrics(tmp_path, monkeypatch):
     wandb.teardown()  # a session that another test has begun keeps its settings
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     lines = train(grpo, tmp_path, num_steps=2, track=True)
-    assert wandb.run.id == "run" and wandb.config["group_size"] == 4
+    run_id = (tmp_path / "run/wandb_id").read_text()
+    assert wandb.run.id == run_id and wandb.run.name == "run" and wandb.config["group_size"] == 4
     assert {name: wandb.run.summary[name] for name in lines[2]} == lines[2]
     wandb.teardown()  # it waits for wandb's own process
-    assert [*tmp_path.glob("wandb/offline-run-*-run/run-run.wandb")]
+    assert [*tmp_path.glob(f"wandb/offline-run-*-{run_id}/run-{run_id}.wandb")]
+    grpo.main(parse(grpo, resume=tmp_path / "run", num_steps=3))
+    assert wandb.run.id == run_id  # it goes on in its own run
+    wandb.teardown()
+    train(grpo, tmp_path, num_steps=1, track=True, run_dir=tmp_path / "other/run")
+    assert wandb.run.id != run_id and wandb.run.name == "run"
+    wandb.teardown()
 
 
 # ---- rewards of one's own, and what stops or skips an update
@@ -222,10 +234,10 @@ def test_large_gradients_are_clipped_and_the_learning_rate_warms_up(tmp_path, mo
         return step(optimizer, *rest)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", record)
-    lines = train(grpo, tmp_path, num_steps=3, warmup_steps=4, max_grad_norm=1e-3, eval_prompts=0)
-    assert norms == pytest.approx([1e-3] * 6, rel=1e-3)
+    lines = train(grpo, tmp_path, num_steps=4, warmup_steps=2, max_grad_norm=1e-3, eval_prompts=0)
+    assert norms == pytest.approx([1e-3] * 8, rel=1e-3)
     assert all(line["optim/grad_norm"] > 2e-3 for line in lines[1:])  # as they were
-    assert [line["optim/learning_rate"] for line in lines[1:]] == pytest.approx([5e-4, 1e-3, 1e-3])
+    assert [line["optim/learning_rate"] for line in lines[1:]] == pytest.approx([5e-4, 1e-3, 1e-3, 1e-3])
 
 
 # ---- flags
@@ -246,6 +258,22 @@ def test_a_flag_has_one_type_in_all_scripts():
     for script in EVERY.values():
         for field in dataclasses.fields(script.Args):
             assert types.setdefault(field.name, field.type) == field.type and field.default is not None
+
+
+def test_a_resumed_run_has_no_other_folder(tmp_path):
+    train(grpo, tmp_path, num_steps=1)
+    with pytest.raises(SystemExit, match="leave out --run-dir"):
+        parse(grpo, resume=tmp_path / "run", run_dir=tmp_path / "other")
+    (tmp_path / "run").rename(tmp_path / "moved")
+    grpo.main(parse(grpo, resume=tmp_path / "moved", num_steps=2))
+    assert len(read_jsonl(tmp_path / "moved/metrics.jsonl")) == 3 and not (tmp_path / "run").exists()
+
+
+def test_a_maximum_norm_of_0_clips_nothing(tmp_path):
+    runs = [train(grpo, tmp_path, run_dir=tmp_path / str(norm), num_steps=2, max_grad_norm=norm) for norm in (0.0, 1e9)]
+    for ours, other in zip(*runs, strict=True):
+        assert all(ours[key] == other[key] for key in ours if not key.startswith("perf/"))
+    assert runs[0][2]["policy/ref_kl"] > 0
 
 
 @pytest.mark.parametrize("flags", [{"minibatch_size": 7}, {"prompts_per_step": 3}])

@@ -112,7 +112,7 @@ def test_one_rank_resumes_what_two_have_saved_and_back(case, on_two_ranks):
     run_dir, consumed = on_two_ranks / case / "run", []
     for num_steps, kind in ((3, Forked), (4, Ranks)):
         finish(start(case, [f"--resume={run_dir}", f"--num-steps={num_steps}"], kind=kind))
-        [checkpoint] = run_dir.glob("checkpoint-*")
+        checkpoint = max(run_dir.glob("checkpoint-*"))
         state = {"policy": {"num_consumed": torch.tensor(0)}}
         torch.distributed.checkpoint.load(state, checkpoint_id=checkpoint / "state", no_dist=True)
         consumed.append(state["policy"]["num_consumed"].item())

@@ -21,7 +21,6 @@ NAMES = ("reinforce", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "grpo_process"
 SCRIPTS = {name: importlib.import_module(name) for name in NAMES}
 OTHERS = ("gkd", "grpo_tools", "ppo_rlhf", "dpo", "reward_model", "sft")
 EVERY = SCRIPTS | {name: importlib.import_module(name) for name in OTHERS}
-EVERY["ppo_rlhf"].NORM_SAMPLES = 16  # the completions on whose scores a run normalises them
 FILES = dict.fromkeys(("dpo", "reward_model"), "preferences/train.jsonl") | {"sft": "addition/sft.jsonl"}
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 CONFIGS = {
@@ -76,6 +75,7 @@ def short(script, folder, source=None, **settings):
     Path(folder).mkdir(exist_ok=True)
     sizes = {"num_steps": 4, "prompts_per_step": 4, "group_size": 4, "minibatch_size": 8, "max_completion_length": 24}
     sizes |= {"eval_every": 2, "eval_prompts": 8, "save_every": 2, "warmup_steps": 0, "learning_rate": 1e-3}
+    sizes |= {"norm_samples": 16}
     if not hasattr(script.Args, "group_size"):
         sizes["prompts_per_step"] *= settings.get("group_size", sizes["group_size"])
     source = source or FILES.get(script.__name__, "addition/train.jsonl")

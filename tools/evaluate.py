@@ -21,6 +21,7 @@ over prompts. The completions are written to a file, a JSON object for each.
 import argparse
 import importlib
 import json
+import os
 import sys
 from datetime import datetime
 from math import comb, sqrt
@@ -28,6 +29,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")  # before torch, as in the scripts
 
 import torch
 from tqdm import tqdm
