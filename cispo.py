@@ -16,8 +16,7 @@ https://arxiv.org/abs/2506.13585v1, equations 4 and 5.
 Compared with grpo.py
 - The ratio of a token is capped, but its gradient stays. GRPO's clip removes the gradient of tokens that became much
   more likely in good completions, or much less likely in bad ones; rare tokens are the first to be removed.
-- Token mean: every token of an optimizer step has the same weight.
-- There is no KL term and no reference model.
+- Every token of an optimizer step has the same weight. There is no KL term and no reference model.
 
 Departures from the paper
 - The weight w is that of Yao et al. (2025), "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training".
@@ -49,7 +48,7 @@ if int(os.environ.get("RANK", 0)) > 0:
     os.environ["TQDM_DISABLE"] = "1"  # only the first rank shows progress bars
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: idle threads that spin slow a busy machine down
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # batches differ in size: leave no gaps
-os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")  # slow for new sizes, wrong on B200: pytorch#193893
+os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")  # cuDNN is slow for new sizes, wrong on B200
 
 import torch
 import torch.distributed as dist
@@ -89,7 +88,7 @@ class Args:
     tiny: bool = False
     """use the settings TINY with --model, for checkpoints of the bundled model"""
     dataset: str = "openai/gsm8k:main"
-    """file, folder or hub NAME[:CONFIG[:SPLIT]]: prompt, question or problem, and answer, solution or ground_truth"""
+    """file, folder or hub NAME[:CONFIG[:SPLIT]]; columns prompt (question, problem), answer (solution, ground_truth)"""
     system_prompt: str = "Reason step by step, and put your final answer within \\boxed{}."
     """system message before every prompt that has none (empty for models that allow none, such as Gemma 2)"""
     max_prompt_length: int = 512
@@ -123,7 +122,7 @@ class Args:
     gradient_checkpointing: bool = False
     """recompute activations in the backward pass: saves memory, but the update takes about a third longer"""
     cpu_offload: bool = False
-    """keep weights, gradients and AdamW's state in the host's memory: fits larger models, but is slower"""
+    """keep all but the sampler in the host's memory: fits larger models, but is slower"""
     precision: Literal["bfloat16", "float32"] = "bfloat16"
     """precision of matrix products (float32 on GPUs before Ampere, such as T4 and V100); weights are float32"""
 
@@ -151,12 +150,13 @@ TINY = Args(
     system_prompt="",
     learning_rate=1.5e-4,
     warmup_steps=4,
-    num_steps=30,
+    num_steps=20,
     prompts_per_step=16,
     minibatch_size=64,
     microbatch_tokens=1024,
     max_prompt_length=32,
     max_completion_length=48,
+    eval_every=10,
     eval_prompts=512,
     precision="float32",
 )
@@ -230,7 +230,10 @@ def policy_loss(
 
     metrics = {}
     num_tokens = mask.sum()
-    metrics["policy/approx_kl"] = (k3(log_ratio.detach()).sum(), num_tokens)  # KL(old || policy), 0 in the first update
+    metrics["policy/approx_kl"] = (
+        k3(log_ratio.detach()).sum(),
+        num_tokens,
+    )  # KL(old || policy), 0 before the first update
     metrics["policy/cap_fraction"] = ((ratio > 1 + clip_eps_high).sum(), num_tokens)
     metrics["policy/sampler_kl"] = (k3(sampler_log_ratio).sum(), num_tokens)  # KL(sampler || old)
     return loss, metrics
@@ -341,22 +344,19 @@ def main(args):
 LOGITS_AT_ONCE = 2**26  # at most, tokens times vocabulary: 256 MiB
 inner_bar = partial(tqdm, leave=False, delay=5)  # a progress bar that appears after five seconds
 VALUE = r"[+-]? ?(?:\d{1,30}|[1-9]\d{0,2}(?:,\d{3}){1,9})?(?:\.\d{1,30}|(?<=\d) ?/ ?[1-9]\d{0,29})?(?<=\d)"
-UNIT = "(?:square |cubic )?(?:[cmk]?m|meters|inches|feet|miles|units)|kg|degrees|dollars|cents|minutes|hours|days|years"
+UNIT = "(?:square |cubic )?(?:[cmk]?m|feet|(?:meter|mile|unit)s?)|kg|(?:degree|dollar|cent|minute|hour|day|week|year)s?"
 
 
 def parse_answer(text):
-    r"""Return a number as a Fraction with its unit, and any other answer without formatting, to compare them.
-
-    $1,234.50 -> (Fraction(2469, 2), "")    5 \text{ cm} -> (Fraction(5), "cm")    \left( 1, 2 \right) -> ("(1,2)", "")
-    """
-    text = re.sub(r"\\(?:text|textbf|mathrm) ?\{([^{}]*)\}", r" \1 ", text)  # 5\text{cm} -> 5 cm
-    text = re.sub(r"\\!,|\{,\}|\\,(?=\d{3})", ",", text)  # 1{,}234 -> 1,234
-    text = re.sub(r"\\(?:left|right|boxed|[!,;:() $]|(?=%))|\$|\.\s*$", " ", text)  # \(5\). -> 5
+    """Return a number as a Fraction with its unit or "", and any other answer as a text without formatting, with ""."""
+    text = re.sub(r"\\(?:text|textbf|mathrm|mathbf|mbox) ?\{([^{}]*)\}", r" \1 ", text)  # 5\text{cm} -> 5 cm
+    text = re.sub(r",\\!|\\!,|\{,\}|\\,(?=\d{3})", ",", text)  # 1{,}234 -> 1,234
+    text = re.sub(r"\\(?:(?:left|right|boxed)\b|[!,;:() $]|(?=%))|\$|\.\s*$", " ", text)  # \(5\). -> 5, 5\% -> 5 %
     text = re.sub(r"\\[dt]?frac(?:\{(\d+)\}|(\d))(?:\{(\d+)\}|(\d))", r" \1\2/\3\4 ", text)  # 3\frac12 -> 3 1/2
-    text = " ".join(text.split()).strip("{}* ")
+    text = " ".join(text.split()).strip("{}* ")  # it may cut a text, but in the same way on both sides
     match = re.fullmatch(f"({VALUE})(?: ({UNIT}))?", text)
     if match:
-        return Fraction(re.sub("[, ]", "", match[1])), match[2] or ""
+        return Fraction(re.sub("[, ]", "", match[1])), match[2] or ""  # 1,234.50 cm -> 1234.5, cm
     return re.sub(r" ?([^\w\s]) ?", r"\1", text), ""  # ( 1, 2 ) -> (1,2)
 
 
@@ -378,7 +378,7 @@ def extract_answer(text):
 
 
 def read_braces(text):
-    """Return what stands before the brace that closes one before the text; None if there is none."""
+    """Return a text up to the brace that closes one that is open before it; None if no brace does."""
     depth = 1
     for place, letter in enumerate(text):
         if letter == "{":
@@ -409,7 +409,7 @@ def init_ranks():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
-    store = None if WORLD_SIZE > 1 else dist.HashStore()  # hours below, as some ranks may sample longer than others
+    store = None if WORLD_SIZE > 1 else dist.HashStore()  # the timeout is long, as some ranks may sample longer
     dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE, timeout=timedelta(hours=2))
     return device
 
@@ -511,7 +511,7 @@ def prepare(policy, args, device):
     if args.precision == "bfloat16":
         torch.set_float32_matmul_precision("medium")  # of the head: TF32 on GPUs, bfloat16 on CPUs
         add_rounding_noise(policy, device)
-    else:  # on a GPU, float32 attention with fewer keys than queries would keep L x L numbers per head: repeat keys
+    else:  # on a GPU, grouped-query attention in float32 would keep L x L numbers per head: repeat the keys instead
         sdpa_attention.use_gqa_in_sdpa = lambda *_: False
     names = policy.model._no_split_modules  # of the classes of transformer blocks
     blocks = [module for module in policy.modules() if type(module).__name__ in names]
@@ -533,7 +533,7 @@ def prepare(policy, args, device):
 def add_rounding_noise(policy, device):
     """Give float32 weights noise in the lower 16 bits, which products in bfloat16 round away again.
 
-    All of 0.9981 to 1.0038 rounds to 1: from exactly 1 no step of 0.0001 would show, from random places some do.
+    All of 0.9981 to 1.0038 rounds to 1: from exactly 1, a step of 0.0001 never changes the rounded weight.
     """
     torch.manual_seed(0)  # the same noise on every rank, in the policy and in the reference
     for weight in policy.parameters():
@@ -544,7 +544,7 @@ def add_rounding_noise(policy, device):
 
 
 class Policy(nn.Module):
-    """A language model whose forward returns log-probabilities, as FSDP gathers weights only in a forward."""
+    """A language model whose forward returns log-probabilities: FSDP gathers weights, also the head's, only in it."""
 
     def __init__(self, model, precision):
         super().__init__()
@@ -615,18 +615,18 @@ def max_over_ranks(number):
 def load_state(args, policy, optimizer):
     """Load the newest state in the run's folder, and cut the logs to its step; return this step, 0 in a new run."""
     run_dir = Path(args.run_dir)
-    states = sorted(run_dir.glob("checkpoint-??????/state"))
+    saves = sorted(run_dir.glob("checkpoint-??????"))
     last_step = 0
-    if states:
+    if saves:
         weights, moments = dcp_state.get_state_dict(policy, optimizer)  # dcp.load fills them in place
         planner = dcp.DefaultLoadPlanner(allow_partial_load=True)  # a weight that never had a gradient has no moments
-        dcp.load({"policy": weights, "optimizer": moments}, checkpoint_id=states[-1], planner=planner)
+        dcp.load({"policy": weights, "optimizer": moments}, checkpoint_id=saves[-1] / "state", planner=planner)
         dcp_state.set_state_dict(policy, optimizer, model_state_dict=weights, optim_state_dict=moments)
-        last_step = int(states[-1].parent.name.removeprefix("checkpoint-"))
+        last_step = int(saves[-1].name.removeprefix("checkpoint-"))
     if RANK == 0:
         for log in run_dir.glob("*.jsonl"):
             lines = [line for line in log.read_text().splitlines(True) if line.endswith("\n")]  # a kill cuts one
-            log.write_text("".join(line for line in lines if states and json.loads(line)["step"] <= last_step))
+            log.write_text("".join(line for line in lines if saves and json.loads(line)["step"] <= last_step))
     return last_step
 
 

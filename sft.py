@@ -34,7 +34,7 @@ if int(os.environ.get("RANK", 0)) > 0:
     os.environ["TQDM_DISABLE"] = "1"  # only the first rank shows progress bars
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: idle threads that spin slow a busy machine down
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # batches differ in size: leave no gaps
-os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")  # slow for new sizes, wrong on B200: pytorch#193893
+os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")  # cuDNN is slow for new sizes, wrong on B200
 
 import torch
 import torch.distributed as dist
@@ -252,7 +252,7 @@ def init_ranks():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
-    store = None if WORLD_SIZE > 1 else dist.HashStore()  # hours below, as some ranks may sample longer than others
+    store = None if WORLD_SIZE > 1 else dist.HashStore()  # the timeout is long, as some ranks may sample longer
     dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE, timeout=timedelta(hours=2))
     return device
 
@@ -304,7 +304,7 @@ def max_over_ranks(number):
 
 def read_rows(rows, args, tokenizer):
     """Return a data set with the ids of examples, which datasets keeps on disk, so that a resumed run need not wait."""
-    if not {"messages", "text", *COMPLETIONS} & {*rows.column_names}:
+    if {"messages", "text", *COMPLETIONS}.isdisjoint(rows.column_names):
         raise SystemExit(f"{args.dataset} has no messages, no text and no completion, but {rows.column_names}")
     settings = {"tokenizer": tokenizer, "system_prompt": args.system_prompt}
     settings |= {"max_prompt": args.max_prompt_length, "max_completion": args.max_completion_length}
@@ -312,7 +312,7 @@ def read_rows(rows, args, tokenizer):
 
 
 def encode_rows(batch, tokenizer, system_prompt, max_prompt, max_completion):
-    """Return the ids of examples, one for each turn of an assistant or each text, and drop those with a long one."""
+    """Return the ids of examples, one for each turn of an assistant or each text; drop long turns, and cut texts."""
     stop_id = find_turn_end(tokenizer) or tokenizer.eos_token_id
     examples = []
     for values in zip(*batch.values()):
@@ -412,7 +412,7 @@ def prepare(policy, args, device):
     if args.precision == "bfloat16":
         torch.set_float32_matmul_precision("medium")  # of the head: TF32 on GPUs, bfloat16 on CPUs
         add_rounding_noise(policy, device)
-    else:  # on a GPU, float32 attention with fewer keys than queries would keep L x L numbers per head: repeat keys
+    else:  # on a GPU, grouped-query attention in float32 would keep L x L numbers per head: repeat the keys instead
         sdpa_attention.use_gqa_in_sdpa = lambda *_: False
     names = policy.model._no_split_modules  # of the classes of transformer blocks
     blocks = [module for module in policy.modules() if type(module).__name__ in names]
@@ -434,7 +434,7 @@ def prepare(policy, args, device):
 def add_rounding_noise(policy, device):
     """Give float32 weights noise in the lower 16 bits, which products in bfloat16 round away again.
 
-    All of 0.9981 to 1.0038 rounds to 1: from exactly 1 no step of 0.0001 would show, from random places some do.
+    All of 0.9981 to 1.0038 rounds to 1: from exactly 1, a step of 0.0001 never changes the rounded weight.
     """
     torch.manual_seed(0)  # the same noise on every rank, in the policy and in the reference
     for weight in policy.parameters():
@@ -445,7 +445,7 @@ def add_rounding_noise(policy, device):
 
 
 class Policy(nn.Module):
-    """A language model whose forward returns log-probabilities, as FSDP gathers weights only in a forward."""
+    """A language model whose forward returns log-probabilities: FSDP gathers weights, also the head's, only in it."""
 
     def __init__(self, model, precision):
         super().__init__()
@@ -504,18 +504,18 @@ def open_run(args, device):
 def load_state(args, policy, optimizer):
     """Load the newest state in the run's folder, and cut the logs to its step; return this step, 0 in a new run."""
     run_dir = Path(args.run_dir)
-    states = sorted(run_dir.glob("checkpoint-??????/state"))
+    saves = sorted(run_dir.glob("checkpoint-??????"))
     last_step = 0
-    if states:
+    if saves:
         weights, moments = dcp_state.get_state_dict(policy, optimizer)  # dcp.load fills them in place
         planner = dcp.DefaultLoadPlanner(allow_partial_load=True)  # a weight that never had a gradient has no moments
-        dcp.load({"policy": weights, "optimizer": moments}, checkpoint_id=states[-1], planner=planner)
+        dcp.load({"policy": weights, "optimizer": moments}, checkpoint_id=saves[-1] / "state", planner=planner)
         dcp_state.set_state_dict(policy, optimizer, model_state_dict=weights, optim_state_dict=moments)
-        last_step = int(states[-1].parent.name.removeprefix("checkpoint-"))
+        last_step = int(saves[-1].name.removeprefix("checkpoint-"))
     if RANK == 0:
         for log in run_dir.glob("*.jsonl"):
             lines = [line for line in log.read_text().splitlines(True) if line.endswith("\n")]  # a kill cuts one
-            log.write_text("".join(line for line in lines if states and json.loads(line)["step"] <= last_step))
+            log.write_text("".join(line for line in lines if saves and json.loads(line)["step"] <= last_step))
     return last_step
 
 

@@ -141,7 +141,7 @@ def train(folder, script, launcher, flags):
     kl = metrics["policy/sampler_kl"]
     yield "policy/sampler_kl", kl, "under 0.01", kl < 0.01
     memory, given = load_memory(), json.loads((run / "run" / "args.json").read_text())
-    settings = memory.read_settings(script, **{name: given[name] for name in memory.SETTINGS if name in given})
+    settings = memory.read_settings(script, **given)
     _, rollout, update = memory.account(memory.load_config(folder), settings)[-1]
     formula = max(rollout, update)
     if not torch.cuda.is_available():
@@ -185,11 +185,12 @@ def jobs_of(args, folder):
     jobs = [("numbers", f"numbers, {Path(small).name}", "check_numbers", [small])]
     ppo = [*flags, "--reward-model", small] if args.tiny else ["--reward-model", small]  # 256 prompts by default
     runs = [("grpo", ["grpo.py"], flags), ("ppo_rlhf", ["ppo_rlhf.py"], ppo)]
-    runs.append(("grpo", ["grpo.py"], [*flags, "--gradient-checkpointing"]))
+    runs += [("grpo", ["grpo.py"], [*flags, more]) for more in ("--gradient-checkpointing", "--cpu-offload")]
     if importlib.util.find_spec("vllm"):
         runs.append(("grpo", ["examples/vllm_rollout.py", "grpo"], flags))
     for script, launcher, more in runs:
-        title = " ".join([*launcher, *[word for word in more if word.startswith("--grad")], f"on {Path(small).name}"])
+        chosen = [word for word in more if word.startswith(("--grad", "--cpu"))]
+        title = " ".join([*launcher, *chosen, f"on {Path(small).name}"])
         jobs.append(("training", title, "train", [small, script, launcher, more]))
     if not args.tiny:
         large = f"{folder}/Qwen2.5-1.5B"

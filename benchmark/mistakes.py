@@ -16,8 +16,8 @@ from records import DOCS, RESULTS, ROOT, fill, make_run, read_records, table, wo
 
 RECORDS, FOLDER = RESULTS / "mistakes.jsonl", Path("runs", "mistakes")
 RIGHT, RIGHT_SEEDS, SEEDS = "right script", (1, 2, 3, 4, 5, 6, 7), (1, 2, 3)
-FLAGS = "--tiny --model models/long --dataset data/long --max-completion-length 112 --temperature 0.8 --kl-coef 0.2"
-FLAGS += " --minibatch-size 16 --microbatch-tokens 512 --num-steps 10 --eval-every 5 --eval-prompts 128"
+FLAGS = "--tiny --model models/long --dataset data/long --max-completion-length 112 --temperature 0.8 --warmup-steps 1"
+FLAGS += " --kl-coef 0.2 --minibatch-size 16 --microbatch-tokens 512 --num-steps 10 --eval-every 5 --eval-prompts 128"
 
 LOSS_MASK = "mask,\n                    args.clip_eps"
 FORWARD = 'entropies = policy(microbatch["ids"], mask, args.temperature)'

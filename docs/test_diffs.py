@@ -12,8 +12,8 @@ from sync_copies import ROOT
 import grpo
 
 # {(script, other script): (maximum lines added, maximum lines removed)}, of whole files. These are alarms, not goals.
-BUDGETS = {"dr_grpo": (41, 51), "gspo": (49, 60), "dapo": (104, 64), "reinforce": (71, 127)}
-BUDGETS |= {"cispo": (40, 52), "grpo_process": (91, 32)}
+BUDGETS = {"dr_grpo": (41, 51), "gspo": (50, 60), "dapo": (104, 64), "reinforce": (71, 127)}
+BUDGETS |= {"cispo": (43, 52), "grpo_process": (91, 32)}
 # DPO has a reference model, and the reward model returns scores.
 ALL_BUDGETS = {("grpo", script): budget for script, budget in BUDGETS.items()} | {("reward_model", "dpo"): (223, 155)}
 

@@ -33,8 +33,8 @@ UNSAFE = re.compile(  # texts that math-verify is not asked about
 
 def read(text):
     """Return a number as grpo.py reads it; other answers are left to math-verify, without dollar signs around them."""
-    number = grpo.parse_answer(text)
-    return number if isinstance(number, Fraction) else text.strip().removesuffix(".").strip("$")
+    value, _ = grpo.parse_answer(text)
+    return value if isinstance(value, Fraction) else text.strip().removesuffix(".").strip("$")
 
 
 def is_correct(completion, answer):

@@ -62,11 +62,12 @@ def test_extract_answer(answer, text):
 @each_case(r"""
 42 | 42 ¦  42  ¦ +42 ¦ 42. ¦ $42 ¦ \$42 ¦ $42$ ¦ $$42$$ ¦ {42} ¦ **42** ¦ 42* ¦ 42.0 ¦ 042 ¦ \text{42} ¦ 84/2 ¦ ٤٢
 -42 | -42 ¦ - 42 ¦ -$42 ¦ $-42 ¦ -\$42.00 ¦ \left-42\right ¦ -\frac{84}{2} ¦ - \tfrac{42}1
-1234 | 1,234 ¦ 1\,234 ¦ 1{,}234 ¦ 1\!,234 ¦ $1,234.00 ¦ 1,234 \text{ dollars}
+1234 | 1,234 ¦ 1,\!234 ¦ 1\,234 ¦ 1{,}234 ¦ 1\!,234 ¦ $1,234.00 ¦ 1,234 \text{ dollars}
 123456789/100 | 1,234,567.89 ¦ 1{,}234{,}567.89
 10000 | 10,000 ¦ 10{,}000 ¦ 10,000 \text{ meters}.⏎ ¦ 20,000/2
 1/2 | .5 ¦ 0.50 ¦ 1/2 ¦ 1 / 2 ¦ \frac{1}{2} ¦ \dfrac{1}{2} ¦ \tfrac12 ¦ \frac1{2} ¦ \frac{1}2 ¦ 2/4 ¦ \frac12 \text{ cm}
-5 | 5 cm ¦ 5 \text{ cm} ¦ 5\text{ cm} ¦ 5\,\text{cm} ¦ 5 \mathrm{cm} ¦ 5 square feet ¦ 5 \text{ m} ¦ \(5\) ¦ \( 5 \).
+5 | 5 cm ¦ 5 \text{ cm} ¦ 5\text{ cm} ¦ 5\,\text{cm} ¦ 5 \mathrm{cm} ¦ 5 square feet ¦ 5 \text{ m}
+5 | \(5\) ¦ \( 5 \). ¦ \mathbf{5} ¦ 5 hours ¦ 5 day
 """)
 def test_a_number_is_read_as_a_fraction(answer, text):
     value, _ = grpo.parse_answer(text)
@@ -112,6 +113,7 @@ no | on ¦ yes ¦ no no ¦ n o ¦ No solution
 2 | 2 thirds ¦ 2 \text{ thirds} ¦ 2 times ¦ 2 pairs
 3 | 3 quarters ¦ 3 fourths of a mile
 6 | 6 \boxed{5} ¦ 6 \boxed{6}
+\rightarrow | \leftarrow
 5 hours | 5 minutes ¦ 5 \text{ minutes} ¦ 5 days ¦ 5 apples
 5 square feet | 5 feet ¦ 5 cubic feet
 (1234) | (1,234) ¦ 1,234 ¦ \{1,234\}

@@ -35,6 +35,16 @@ def test_table_lists_every_shared_function():
     assert shared == {(name, frozenset(scripts)) for name, scripts in SHARED}
 
 
+@each_script
+def test_what_torch_reads_from_the_environment_is_the_same_in_all_scripts_and_stands_before_torch(script):
+    def lines_of(name):
+        return read(name).partition("from typing import Literal\n")[2].partition("\nimport torch\n")[0]
+
+    assert lines_of(script) == lines_of("grpo")
+    for name in ("TQDM_DISABLE", "OMP_WAIT_POLICY", "PYTORCH_ALLOC_CONF", "TORCH_CUDNN_SDPA_DEPRIORITIZED"):
+        assert lines_of(script).count(f'"{name}"') == 1
+
+
 # ---- the story first
 
 # At most: lines and Python tokens of a script (without comments, newlines and indentation, docstrings counting as one).

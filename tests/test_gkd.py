@@ -199,6 +199,16 @@ def test_what_cannot_work_is_said_before_training(settings, message, tmp_path, m
         toy.train(gkd, tmp_path, **settings)
 
 
+@pytest.mark.usefixtures("alone")
+def test_noise_is_for_trained_weights_only():
+    args, tokenizer = toy.parse(gkd, precision="bfloat16"), AutoTokenizer.from_pretrained(toy.TINY)
+    student = gkd.load_policy(args, tokenizer, torch.device("cpu")).state_dict()
+    teacher = gkd.load_teacher(args, tokenizer, torch.device("cpu")).state_dict()
+    given = AutoModelForCausalLM.from_pretrained(args.teacher, dtype=torch.bfloat16).state_dict()
+    assert all(torch.equal(teacher[f"model.{name}"].float(), weight.float()) for name, weight in given.items())
+    assert any((weight != weight.bfloat16()).any() for weight in student.values())
+
+
 def test_the_default_run_cut_short_learns_and_a_teacher_of_itself_has_nothing_to_teach(tmp_path):
     settings = {"dataset": None, "prompts_per_step": 32, "max_completion_length": 48, "eval_prompts": 128}
     first, *lines = toy.train(gkd, tmp_path, num_steps=12, eval_every=12, **settings)

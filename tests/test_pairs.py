@@ -282,6 +282,18 @@ def test_each_turn_of_the_assistant_is_trained_with_its_stop_token(row, expected
     assert [texts_of(example, tokenizer) for example in examples] == expected
 
 
+def test_rows_of_sft_are_prepared_once_and_again_after_a_change(tmp_path, tokenizer, monkeypatch):
+    rows = [{"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(9)]
+    args = sft.Args(dataset=toy.write_jsonl(tmp_path / "rows.jsonl", rows), eval_prompts=0)
+    first, _ = sft.load_rows(args, tokenizer)
+    calls = toy.record(monkeypatch, sft, "encode_chat")
+    again, _ = sft.load_rows(args, tokenizer)
+    assert again.to_list() == first.to_list() and len(again) == 9 and calls == []
+    args.system_prompt = "9"
+    changed, _ = sft.load_rows(args, tokenizer)
+    assert len(calls) == 9 and changed[0]["prompt_ids"] != first[0]["prompt_ids"]
+
+
 @pytest.mark.parametrize("script, message", [(sft, "has no messages, no text and no completion, but"), (dpo, "chosen")])
 def test_a_missing_column_is_named(script, message, tmp_path, tokenizer):
     with pytest.raises((SystemExit, KeyError), match=message):

@@ -170,8 +170,8 @@ def test_the_second_update_is_that_of_the_equations(tmp_path, monkeypatch):
 
 def test_without_a_kl_penalty_there_is_no_reference_and_rows_need_no_answer(tmp_path):
     rows = toy.write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": f"{i}+{i + 9}="} for i in range(40)])
-    lines = train(ppo_rlhf, tmp_path, dataset=rows, kl_coef=0.0, num_steps=1, warmup_steps=12)
-    assert {*lines[0]} == {"step", "eval/score"} and "policy/ref_kl" not in lines[1]
+    lines = train(ppo_rlhf, tmp_path, dataset=rows, kl_coef=0.0, num_steps=1)
+    assert {*lines[0]} == {"step", "eval/score", "eval/truncated"} and "policy/ref_kl" not in lines[1]
 
 
 def test_a_reward_model_with_another_tokenizer_is_refused():

@@ -10,6 +10,7 @@ import pytest
 import torch
 from processes import finish, kill_at, logged, start
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import CheckpointException
 from toy import EVERY, NAMES, SCRIPTS, TINY, parse, read_jsonl, short, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -269,11 +270,26 @@ def test_a_resumed_run_has_no_other_folder(tmp_path):
     assert len(read_jsonl(tmp_path / "moved/metrics.jsonl")) == 3 and not (tmp_path / "run").exists()
 
 
+def test_a_run_whose_newest_state_is_missing_loses_nothing(tmp_path):
+    train(grpo, tmp_path, num_steps=4)
+    shutil.rmtree(tmp_path / "run/checkpoint-000004/state")
+    before = (tmp_path / "run/metrics.jsonl").read_bytes()
+    with pytest.raises(CheckpointException):
+        grpo.main(parse(grpo, resume=tmp_path / "run"))
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
+
+
 def test_a_maximum_norm_of_0_clips_nothing(tmp_path):
     runs = [train(grpo, tmp_path, run_dir=tmp_path / str(norm), num_steps=2, max_grad_norm=norm) for norm in (0.0, 1e9)]
     for ours, other in zip(*runs, strict=True):
         assert all(ours[key] == other[key] for key in ours if not key.startswith("perf/"))
     assert runs[0][2]["policy/ref_kl"] > 0
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo_rlhf", "dpo", "sft"])
+def test_a_run_that_is_shorter_than_its_warm_up_reaches_its_learning_rate(name, tmp_path):
+    lines = train(EVERY[name], tmp_path, num_steps=4, warmup_steps=150, eval_prompts=0, save_every=4)
+    assert [line["optim/learning_rate"] for line in lines[1:3]] == pytest.approx([5e-4, 1e-3])
 
 
 @pytest.mark.parametrize("flags", [{"minibatch_size": 7}, {"prompts_per_step": 3}])

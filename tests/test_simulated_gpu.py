@@ -155,3 +155,10 @@ def test_with_cpu_offload_only_the_sampler_stays_on_the_gpu(offload, device, tmp
     file.write_text(SHOW_DEVICES.format(root=str(ROOT)))
     printed = device.run(file, *flags_of("grpo", tmp_path, cpu_offload=offload, num_steps=1))
     assert f"trained on {'cpu' if offload else 'cuda'}\n" in printed and "sampled on cuda\n" in printed
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.04])
+def test_the_short_script(kl_coef, device):
+    paths = ["--model", ROOT / "models/tiny", "--dataset", ROOT / "data/addition"]
+    printed = device.run("examples/short_grpo.py", *paths, "--num-steps", 1, "--kl-coef", kl_coef)
+    assert "step 0: accuracy 0.4" in printed and "step 0: reward" in printed

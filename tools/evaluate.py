@@ -5,17 +5,12 @@
     python tools/evaluate.py --resume runs/mine --model runs/mine/checkpoint-000200
     python tools/evaluate.py --script my_reward.py --model path/to/model
 
-The tool reads rows, samples and scores with the functions of a script: --script, by default grpo.py. It takes all flags
-of that script, with the same defaults, such as --dataset, --system-prompt, --max-completion-length, --eval-prompts,
---temperature and --precision. With --resume RUN, the settings of a run are the defaults. So the greedy accuracy of a
-checkpoint is the eval/accuracy of its run.
-
---script also takes a file of yours. If it has no load_rows, the tool uses grpo.py with the is_correct, reward_fn or
-score_completions of your file.
+The tool reads rows, samples and scores with the functions of a script: --script, by default grpo.py, or a file of yours
+with is_correct, reward_fn or score_completions. It takes all flags of the script, with the same defaults; with --resume
+RUN, the settings of a run are the defaults. So the greedy accuracy of a checkpoint is the eval/accuracy of its run.
 
 pass@k is the probability that at least one of k samples is correct, by the unbiased estimator of Chen et al. (2021),
-"Evaluating Large Language Models Trained on Code", https://arxiv.org/abs/2107.03374v2, equation 1. Standard errors are
-over prompts. The completions are written to a file, a JSON object for each.
+https://arxiv.org/abs/2107.03374v2, equation 1. Standard errors are over prompts. The completions are written to a file.
 """
 
 import argparse

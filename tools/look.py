@@ -7,7 +7,7 @@ import argparse
 import json
 from pathlib import Path
 
-from plot import PANELS, choose_metrics, read_rows, read_run
+from plot import choose_metrics, read_rows, read_run
 
 
 def gather(folder):
@@ -17,9 +17,8 @@ def gather(folder):
         raise SystemExit(f"{folder} has no metrics")
     shown = {"script": run.script} | run.settings
     settings = [(name, str(value)) for name, value in shown.items() if str(value) not in ("None", "False", "")]
-    panels = [(key, PANELS.get(key, key)) for key in choose_metrics([run])]
     rows = {name: read_rows(run.folder / f"{name}.jsonl") for name in ("metrics", "samples")}
-    return {"name": run.name, "settings": settings, "panels": panels} | rows
+    return {"name": run.name, "settings": settings, "panels": choose_metrics([run])} | rows
 
 
 def main():

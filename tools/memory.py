@@ -1,16 +1,17 @@
 """Estimate how much memory a script needs on a GPU, from the shape of the model.
 
     python tools/memory.py --model Qwen2.5-1.5B --gpu-gb 24
-    python tools/memory.py --model path/to/folder --script ppo_rlhf --gradient-checkpointing --microbatch-tokens 4096
+    python tools/memory.py --model path/to/folder --script ppo_rlhf --cpu-offload --microbatch-tokens 16384
     python tools/memory.py --model Qwen2.5-0.5B --script gkd --teacher Qwen2.5-7B --gpu-gb 48
 
 The tool also takes the flags of the script. It prints the GB (1e9 bytes) of each part in the rollout and in the update,
 and with --gpu-gb whether the run fits. It reads no weights. The formulas hold for models like Llama and Qwen2, and
-assume that all prompts and completions have the maximum length.
+assume that all prompts and completions have the maximum length. A script with a setting lora_rank trains an adapter.
 """
 
 import argparse
 import importlib
+import itertools
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -29,8 +30,7 @@ SHAPES = {  # as published in their config.json; the last value says whether the
     "Qwen2.5-7B": (3584, 18944, 28, 28, 4, 152064, False),
 }
 USABLE = 0.94  # of a GPU's GB; the driver reports about 1.07, but its context and gaps between tensors take the rest
-SETTINGS = "precision gradient_checkpointing microbatch_tokens rollout_batch_size prompts_per_step group_size".split()
-SETTINGS += "eval_prompts max_prompt_length max_completion_length kl_coef teacher".split()  # they affect memory
+BUS = 25e9  # bytes per second between the host's memory and a GPU, about those of PCIe 4.0 x16
 LOGITS_AT_ONCE = 2**26  # as in the scripts
 
 
@@ -73,12 +73,17 @@ def count_model(config):
 def weight_bytes(model, settings, ranks):
     """Return {model: bytes} of the weights of all models, and the bytes of those that are trained."""
     script, size = type(settings).__module__, getattr(torch, settings.precision).itemsize
-    policy = 4 * (model.blocks + model.root) / ranks
-    scorer = policy - (0 if model.tied else 4 * model.embedding / ranks)  # a scalar in place of the LM head
+    shards = float("inf") if settings.cpu_offload else ranks  # what is not on this GPU is on others, or on the host
+    policy = 4 * (model.blocks + model.root) / shards
+    scorer = policy - (0 if model.tied else 4 * model.embedding / shards)  # a scalar in place of the LM head
     if script == "reward_model":
         return {"reward model": scorer}, scorer
     parts, trained = {"policy": policy}, policy
-    if getattr(settings, "kl_coef", 0) or script == "dpo":
+    if hasattr(
+        settings, "lora_rank"
+    ):  # the reference is the policy without its adapter, of half a percent of the weights
+        trained = 0.005 * policy
+    elif getattr(settings, "kl_coef", 0) or script == "dpo":
         parts["reference"] = policy
     if hasattr(settings, "prompts_per_step"):
         parts["sampler"] = size * (model.blocks + model.root)
@@ -88,20 +93,23 @@ def weight_bytes(model, settings, ranks):
     if script == "gkd":
         teacher = count_model(load_config(settings.teacher)) if settings.teacher else model
         root = size * (teacher.root - (0 if teacher.tied else teacher.embedding)) + 4 * teacher.embedding
-        parts["teacher"] = (size * teacher.blocks + root) / ranks + (root if ranks > 1 else 0)
+        parts["teacher"] = (size * teacher.blocks + root) / shards + (root if shards > 1 else 0)
     return parts, trained
 
 
 def update_bytes(model, settings, ranks):
     """Return the bytes of bfloat16 copies of the weights, of activations kept, and the most of temporary tensors."""
     script, size = type(settings).__module__, getattr(torch, settings.precision).itemsize
+    lora = hasattr(settings, "lora_rank")
     row = settings.max_prompt_length + settings.max_completion_length
     tokens = max(settings.microbatch_tokens, 2 * row if script in ("dpo", "reward_model") else row)
-    copied = 2 * model.blocks if size == 2 and ranks == 1 else 0  # by torch.autocast
+    sharded = ranks > 1 or settings.cpu_offload
+    copied = 2 * model.blocks if size == 2 and not sharded else 0  # by torch.autocast
 
     # What a block keeps of each token for its backward pass, and the temporary tensors of that pass
     mlp = 4 * size * model.inner  # gate, its SiLU, up, their product
-    attention = size * (2 * model.queries + 2 * model.keys) + 4 * model.heads  # query, key, value, output; log-sum
+    keys = model.keys if size == 2 else model.queries  # in float32, they are repeated
+    attention = size * (2 * model.queries + 2 * keys) + 4 * model.heads  # query, key, value, output; log-sum
     norms = 2 * (12 * model.hidden + 4)  # each one's input, the normalised input, the output; a number per token
     if size == 2:  # in place of each output, its copies in bfloat16 for the five linear layers that read it
         norms = 2 * (8 * model.hidden + 4) + 10 * model.hidden
@@ -120,13 +128,13 @@ def update_bytes(model, settings, ranks):
         at_once, count = LOGITS_AT_ONCE // 2, 7
     chunk, head = 4 * min(at_once, tokens * model.vocab), 0
     if script != "reward_model":
-        gradient = 4 * model.embedding  # of the chunks before; then that of this chunk, and their sum
+        gradient = 0 if lora else 4 * model.embedding  # of the chunks before; then of this one, and their sum
         head = max(gradient + count * chunk, 3 * gradient) + 16 * tokens * model.hidden
         backward += gradient  # that of the LM head waits for that of the embedding
-    if ranks > 1:  # weights of this block and the next, and gradients, in the precision of products and in float32
+    if sharded:  # weights of this block and the next, and gradients, in the precision of products and in float32
         head += 4 * model.root  # gathered
         backward += 4 * model.root + (3 * size + 4) * model.blocks / model.layers
-    else:  # a gradient of the MLP
+    elif not lora:  # a gradient of the MLP
         backward += 4 * model.inner * model.hidden
     return copied, kept, max(head, backward, end_of_forward)
 
@@ -150,7 +158,7 @@ def rollout_bytes(model, settings, ranks):
 
 
 def account(config, settings, ranks=1, model=None):
-    """Return rows (part, bytes in the rollout, bytes in the update). The last row is their sum, the peak."""
+    """Return rows (part, bytes on a GPU in the rollout, those in the update). The last row is their sum, the peak."""
     model = model or count_model(config)
     weights, trained = weight_bytes(model, settings, ranks)
     rows = [(name, number, number) for name, number in weights.items()]
@@ -164,16 +172,33 @@ def account(config, settings, ranks=1, model=None):
     return [*rows, ("peak", sum(row[1] for row in rows), sum(row[2] for row in rows))]
 
 
-def find_flags(config, settings, gb, ranks=1):
-    """Return the first flags with which a run fits into this memory, or None."""
+def host_bytes(config, settings):
+    """Return the bytes that --cpu-offload takes of the host's memory, on all ranks together."""
+    weights, trained = weight_bytes(count_model(config), replace(settings, cpu_offload=False), 1)
+    return sum(weights.values()) - weights.get("sampler", 0) + 3 * trained
+
+
+def moving_seconds(config, settings):
+    """Return the seconds that a step of grpo.py takes to move weights and gradients with --cpu-offload on one GPU."""
+    row = settings.max_prompt_length + settings.max_completion_length
+    microbatches = settings.prompts_per_step * settings.group_size / max(1, settings.microbatch_tokens // row)
+    passes = 4 + (settings.kl_coef > 0)  # old log-probabilities, forward, backward, gradients; those of the reference
     model = count_model(config)
-    smaller = [n for n in (256, 128, 64) if n < getattr(settings, "rollout_batch_size", 0)]
-    for rollout in ({}, *({"rollout_batch_size": n} for n in smaller)):
-        for update in ({}, {"gradient_checkpointing": True}):
-            _, *peaks = account(config, replace(settings, **update, **rollout), ranks, model)[-1]
-            if max(peaks) <= USABLE * gb * 1e9:
-                flags = [f"--{name.replace('_', '-')} {value}" for name, value in (update | rollout).items()]
-                return " ".join(flags).replace(" True", "") or "defaults"
+    return microbatches * passes * 4 * (model.blocks + model.root) / BUS
+
+
+def find_flags(config, settings, gb, ranks=1):
+    """Return the first flags with which a run fits into this memory, or None. Slower ones come later."""
+    model = count_model(config)
+    sizes = [0, *(n for n in (256, 128, 64) if n < getattr(settings, "rollout_batch_size", 0))]  # 0: the default
+    offloads = [False] if hasattr(settings, "lora_rank") else [False, True]
+    for offload, size, recompute in itertools.product(offloads, sizes, [False, True]):
+        flags = {"cpu_offload": offload, "gradient_checkpointing": recompute, "rollout_batch_size": size}
+        flags = {name: value for name, value in flags.items() if value}
+        _, *peaks = account(config, replace(settings, **flags), ranks, model)[-1]
+        if max(peaks) <= USABLE * gb * 1e9:
+            words = [f"--{name.replace('_', '-')} {value}" for name, value in flags.items()]
+            return " ".join(words).replace(" True", "") or "defaults"
     return None
 
 
@@ -190,6 +215,8 @@ def main():
     print(f"{'GB':45}{'rollout':>9}{'update':>9}")
     for name, *peaks in account(config, settings, args.ranks):
         print(f"{name:45}" + "".join(f"{peak / 1e9:9.1f}" for peak in peaks))
+    if settings.cpu_offload:
+        print(f"{'memory of the host':45}{host_bytes(config, settings) / 1e9:18.1f}")
     if args.gpu_gb:
         found = find_flags(config, settings, args.gpu_gb, args.ranks) or "more GPUs, or shorter completions"
         said = "fits in" if found == "defaults" else f"needs {found} to fit in"

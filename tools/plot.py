@@ -4,9 +4,8 @@
     python tools/plot.py runs/grpo__* runs/dapo__* --out curves.png
     python tools/plot.py runs/mine --metrics eval/accuracy reward/format
 
-Runs of the same script that differ only in the seed are drawn as one line, their mean, with a band from the lowest to
-the highest value. The script is the part of a folder's name before the first "__". Where one of these runs has ended,
-the mean is that of the others. A folder without metrics, such as one of a run that crashed at the start, is left out.
+Runs of the same script (the part of a folder's name before the first "__") that differ only in the seed are drawn as
+one line, their mean, with a band from the lowest to the highest value. A folder without metrics is left out.
 """
 
 import argparse
@@ -22,30 +21,10 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 
-PANELS = {
-    "eval/accuracy": "greedy accuracy",
-    "eval/pair_accuracy": "held-out pairs ranked correctly",
-    "eval/loss": "held-out loss, nats per token",
-    "eval/score": "held-out score",
-    "eval/reward": "held-out reward",
-    "eval/pair_chosen_log_ratio": "log-ratio of chosen completions, nats",
-    "eval/pair_rejected_log_ratio": "log-ratio of rejected completions, nats",
-    "reward/mean": "reward",
-    "reward/zero_std": "share of groups with equal rewards",
-    "score/mean": "score",
-    "loss/nll": "loss, nats per token",
-    "loss/preference": "loss",
-    "rollout/length_mean": "completion tokens",
-    "rollout/tool_use": "share of completions with a tool call",
-    "policy/entropy": "entropy, nats per token",
-    "policy/ref_kl": "KL to the reference, nats per token",
-    "policy/approx_kl": "KL of the update, nats per token",
-    "policy/clip_fraction_low": "share of tokens clipped below",
-    "policy/clip_fraction_high": "share of tokens clipped above",
-    "policy/cap_fraction": "share of tokens with a capped ratio",
-    "value/explained_variance": "explained variance of the values",
-    "optim/grad_norm": "gradient norm",
-}
+PANELS = """eval/accuracy eval/pair_accuracy eval/loss eval/score eval/reward eval/pair_chosen_log_ratio
+    eval/pair_rejected_log_ratio reward/mean reward/zero_std score/mean loss/nll loss/preference rollout/length_mean
+    rollout/tool_use policy/entropy policy/ref_kl policy/approx_kl policy/clip_fraction_low
+    policy/clip_fraction_high policy/cap_fraction value/explained_variance optim/grad_norm""".split()
 NOT_LEARNING = ("seed", "run_dir", "resume", "track", "save_every")
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # Okabe and Ito's
 
@@ -112,7 +91,7 @@ def draw(groups, keys):
             steps, means, lowest, highest, _ = list(zip(*mean_and_band(curves))) or [()] * 5
             axis.plot(steps, means, marker="." if len(steps) < 25 else None, label=label, **style)
             axis.fill_between(steps, lowest, highest, color=style["color"], alpha=0.2, linewidth=0)
-        axis.set(title=PANELS.get(key, key), xlabel="step")
+        axis.set(title=key, xlabel="step")
         axis.grid(alpha=0.3)
     for axis in axes.flat[len(keys) :]:
         axis.axis("off")

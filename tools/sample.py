@@ -2,16 +2,12 @@
 
     python tools/sample.py --model path/to/model --prompt "What is 17 * 3?" --prompt "What is 3 * 17?"
     python tools/sample.py --model runs/mine/checkpoint-000030 --tiny --num-prompts 8
-    python tools/sample.py --script grpo_tools --model path/to/model --prompt "What is 17 * 3?"
 
-The tool samples and rewards with the functions of a script: --script, by default grpo.py. It takes all flags of that
-script, with the same defaults. --script also takes a file of yours: see tools/evaluate.py, which measures accuracy and
-pass@k. Prompts given with --prompt have no answers, so they get no rewards. [cut off] marks a completion that reaches
---max-completion-length.
+It takes --script and all flags of that script, as tools/evaluate.py does, which measures accuracy and pass@k. Prompts
+given with --prompt have no answers, so they get no rewards.
 
 --keep right keeps, for each prompt, the distinct completions whose reward is at least --min-reward. --keep pairs makes
-pairs of such a completion (chosen) and a wrong one (rejected), and uses each completion at most once. Completions that
-were cut off are left out. Use --keep right for rejection sampling, and --keep pairs for preference data:
+pairs of such a completion (chosen) and a wrong one (rejected), and uses each at most once; none that was cut off:
 
     python tools/sample.py --split train --num-prompts 512 --keep right --out right.jsonl
     python sft.py --model models/tiny --tiny --dataset right.jsonl --num-steps 36 --warmup-steps 4 --learning-rate 3e-4
