@@ -168,9 +168,8 @@ def is_correct(completion, answer):
     """Return whether the final answer of a completion equals the answer of a row, which may be a whole solution."""
     if answer is None:
         raise ValueError("no column answer, solution or ground_truth: write a reward that needs none")
-    answer = str(answer)
     value, unit = parse_answer(extract_answer(completion) or "")
-    right_value, right_unit = parse_answer(extract_answer(answer) or answer)
+    right_value, right_unit = parse_answer(extract_answer(str(answer)) or str(answer))
     return value != "" and value == right_value and (unit == right_unit or "" in (unit, right_unit))
 
 
@@ -441,8 +440,8 @@ def load_rows(args, tokenizer):
     eval_prompts = [row["prompt_ids"] for row in eval_rows]
     train_rows = [row for row in read_rows(splits[train], args, tokenizer) if row["prompt_ids"] not in eval_prompts]
     if RANK == 0:
-        passes = round(args.num_steps * args.prompts_per_step / max(1, len(train_rows)), 1)
-        print(f"{len(train_rows)} of {len(splits[train])} training rows: {passes} passes; {len(eval_rows)} held out")
+        times = args.num_steps * args.prompts_per_step / max(1, len(train_rows))
+        print(f"{len(train_rows)} of {len(splits[train])} training rows: {times:.1f} passes; {len(eval_rows)} held out")
         print(f"the first prompt: {tokenizer.decode(train_rows[0]['prompt_ids'])!r}")
         print(f"its answer: {train_rows[0]['answer']!r}")
     return train_rows, eval_rows
@@ -588,13 +587,14 @@ def load_sampler(args, tokenizer, device):
 
 
 def open_run(args, device):
-    """Choose args.run_dir if it is empty, make this folder with args.json in it, and start Weights & Biases."""
+    """Choose args.run_dir if it is empty, make it, with args.json and a copy of this file, and start W&B."""
     started = max_over_ranks(int(time.time()))  # the same on all ranks
     args.run_dir = args.resume or args.run_dir or f"runs/{Path(sys.argv[0]).stem}__{args.seed}__{started}"
     if RANK == 0:
         run_dir = Path(args.run_dir)
         run_dir.mkdir(parents=True, exist_ok=bool(args.resume))
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2))
+        shutil.copy(__file__, run_dir)  # the code that made the run
         print(f"{run_dir}: {args.model}, {args.precision}, {WORLD_SIZE} x {device}")
         if args.track:
             import wandb
@@ -735,9 +735,8 @@ def sample_tokens(logits, temperature):
     if temperature == 0:
         return logits.argmax(-1), torch.zeros_like(logits[:, 0])
     probabilities = (logits.float() / temperature).softmax(-1)  # (A, V)
-    # First draw a block of 128 tokens, and then one of them: on a CPU this is much faster than drawing from all.
-    padding = -probabilities.shape[1] % 128  # up to a multiple of 128
-    blocks = nn.functional.pad(probabilities, (0, padding)).unflatten(1, (-1, 128))  # (A, V / 128, 128)
+    # First draw one of V / 128 blocks, padded with 0, and then a place in it: on a CPU this is much faster.
+    blocks = nn.functional.pad(probabilities, (0, -probabilities.shape[1] % 128)).unflatten(1, (-1, 128))
     block = torch.multinomial(blocks.sum(-1), 1)  # (A, 1)
     place = torch.multinomial(blocks.take_along_dim(block.unsqueeze(2), 1).squeeze(1), 1)  # (A, 1), in the block
     tokens = 128 * block + place

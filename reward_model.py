@@ -257,7 +257,7 @@ def main(args):
 
 
 # ---- below: identical copies of what several scripts share, in the order of use
-# This script's own are only load_reward_model, set_pad_token.
+# This script's own are only load_rows, read_rows, load_reward_model, set_pad_token.
 
 inner_bar = partial(tqdm, leave=False, delay=5)  # a progress bar that appears after five seconds
 
@@ -313,7 +313,7 @@ def load_rows(args, tokenizer):
     if RANK == 0:
         passes = round(args.num_steps * args.minibatch_size / max(1, len(train_rows)), 1)
         counts = f"{len(train_rows)} to train on, {len(eval_rows)} held out"
-        print(f"{len(splits[train])} training rows; read: {counts}; {passes} passes")
+        print(f"{len(splits[train])} training rows; read: {counts} (with their prompts); {passes} passes")
         for name in ("prompt", "chosen", "rejected"):
             print(f"the first {name}: {tokenizer.decode(train_rows[0][name + '_ids'])!r}")
     return train_rows, eval_rows
@@ -324,6 +324,7 @@ def read_rows(rows, args, tokenizer):
     stop_id = find_turn_end(tokenizer) or tokenizer.eos_token_id
     prompt_column = next((name for name in ("prompt", "question", "problem") if name in rows.column_names), None)
     kept = []
+    num_long = 0
     for row in inner_bar(rows, "rows"):
         chosen = find_chat(row.get(prompt_column), row["chosen"], tokenizer)
         rejected = find_chat(row.get(prompt_column), row["rejected"], tokenizer)
@@ -336,9 +337,14 @@ def read_rows(rows, args, tokenizer):
         prompt_ids, chosen_ids = encode_chat(tokenizer, system + chosen, stop_id)
         _, rejected_ids = encode_chat(tokenizer, system + rejected, stop_id)
         longest = max(len(chosen_ids), len(rejected_ids))
-        if len(prompt_ids) <= args.max_prompt_length and longest <= args.max_completion_length:
-            ids = {"prompt_ids": prompt_ids, "chosen_ids": chosen_ids, "rejected_ids": rejected_ids}
-            kept.append({"prompt": prompt, **ids})
+        if len(prompt_ids) > args.max_prompt_length or longest > args.max_completion_length:
+            num_long += 1
+            continue
+        ids = {"prompt_ids": prompt_ids, "chosen_ids": chosen_ids, "rejected_ids": rejected_ids}
+        kept.append({"prompt": prompt, **ids})
+    if RANK == 0:
+        other = len(rows) - len(kept) - num_long
+        print(f"of {len(rows)} pairs, {num_long} are dropped as too long, {other} as without a common prompt")
     return kept
 
 
@@ -465,13 +471,14 @@ def add_rounding_noise(policy, device):
 
 
 def open_run(args, device):
-    """Choose args.run_dir if it is empty, make this folder with args.json in it, and start Weights & Biases."""
+    """Choose args.run_dir if it is empty, make it, with args.json and a copy of this file, and start W&B."""
     started = max_over_ranks(int(time.time()))  # the same on all ranks
     args.run_dir = args.resume or args.run_dir or f"runs/{Path(sys.argv[0]).stem}__{args.seed}__{started}"
     if RANK == 0:
         run_dir = Path(args.run_dir)
         run_dir.mkdir(parents=True, exist_ok=bool(args.resume))
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2))
+        shutil.copy(__file__, run_dir)  # the code that made the run
         print(f"{run_dir}: {args.model}, {args.precision}, {WORLD_SIZE} x {device}")
         if args.track:
             import wandb

@@ -484,13 +484,14 @@ def head_logprobs(policy, hidden, targets, temperature):
 
 
 def open_run(args, device):
-    """Choose args.run_dir if it is empty, make this folder with args.json in it, and start Weights & Biases."""
+    """Choose args.run_dir if it is empty, make it, with args.json and a copy of this file, and start W&B."""
     started = max_over_ranks(int(time.time()))  # the same on all ranks
     args.run_dir = args.resume or args.run_dir or f"runs/{Path(sys.argv[0]).stem}__{args.seed}__{started}"
     if RANK == 0:
         run_dir = Path(args.run_dir)
         run_dir.mkdir(parents=True, exist_ok=bool(args.resume))
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2))
+        shutil.copy(__file__, run_dir)  # the code that made the run
         print(f"{run_dir}: {args.model}, {args.precision}, {WORLD_SIZE} x {device}")
         if args.track:
             import wandb
