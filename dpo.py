@@ -10,8 +10,7 @@ https://arxiv.org/abs/2305.18290v3, equation 7.
     π_ref         the model that training started from
     β             --beta; β log π_θ(y|x)/π_ref(y|x) is the reward that the policy implies
 
-Departures from the paper
-- AdamW (betas 0.9 and 0.95, no weight decay) instead of RMSprop. The learning rate is that of the authors' code.
+Departure from the paper: AdamW (betas 0.9 and 0.95, no weight decay) instead of RMSprop.
 
     python dpo.py                                          # the settings TINY below
     python dpo.py --model Qwen/Qwen2.5-0.5B-Instruct       # those of Args, on 24 GB
@@ -175,9 +174,8 @@ def pair_loss(policy, ref, batch, args):
     with torch.no_grad():
         ref_chosen, ref_rejected = pair_logprobs(ref, batch)
     pairs = batch["chosen_mask"].any(1)  # microbatches adds rows without tokens, which are no pairs
-    return preference_loss(
-        chosen[pairs], rejected[pairs], ref_chosen[pairs], ref_rejected[pairs], args.beta, args.label_smoothing
-    )
+    logprobs = [side[pairs] for side in (chosen, rejected, ref_chosen, ref_rejected)]
+    return preference_loss(*logprobs, args.beta, args.label_smoothing)
 
 
 @torch.no_grad()
@@ -297,8 +295,7 @@ def load_rows(args, tokenizer):
     train_rows = [row for row in read_rows(splits[train], args, tokenizer) if row["prompt"] not in eval_prompts]
     if RANK == 0:
         passes = round(args.num_steps * args.minibatch_size / max(1, len(train_rows)), 1)
-        counts = f"{len(train_rows)} to train on, {len(eval_rows)} held out"
-        print(f"{len(splits[train])} training rows; read: {counts}; {passes} passes")
+        print(f"{len(train_rows)} to train on, {len(eval_rows)} held out (with their prompts); {passes} passes")
         for name in ("prompt", "chosen", "rejected"):
             print(f"the first {name}: {tokenizer.decode(train_rows[0][name + '_ids'])!r}")
     return train_rows, eval_rows
@@ -308,7 +305,7 @@ def read_rows(rows, args, tokenizer):
     """Return the ids of pairs; drop those with a long text, and those whose completions have different prompts."""
     stop_id = find_turn_end(tokenizer) or tokenizer.eos_token_id
     prompt_column = next((name for name in ("prompt", "question", "problem") if name in rows.column_names), None)
-    kept = []
+    kept, num_long = [], 0
     for row in inner_bar(rows, "rows"):
         chosen = find_chat(row.get(prompt_column), row["chosen"], tokenizer)
         rejected = find_chat(row.get(prompt_column), row["rejected"], tokenizer)
@@ -321,9 +318,12 @@ def read_rows(rows, args, tokenizer):
         prompt_ids, chosen_ids = encode_chat(tokenizer, system + chosen, stop_id)
         _, rejected_ids = encode_chat(tokenizer, system + rejected, stop_id)
         longest = max(len(chosen_ids), len(rejected_ids))
-        if len(prompt_ids) <= args.max_prompt_length and longest <= args.max_completion_length:
-            ids = {"prompt_ids": prompt_ids, "chosen_ids": chosen_ids, "rejected_ids": rejected_ids}
-            kept.append({"prompt": prompt, **ids})
+        if len(prompt_ids) > args.max_prompt_length or longest > args.max_completion_length:
+            num_long += 1
+            continue
+        kept.append({"prompt": prompt, "prompt_ids": prompt_ids, "chosen_ids": chosen_ids, "rejected_ids": rejected_ids})
+    if RANK == 0:
+        print(f"read: {len(kept)} of {len(rows)} pairs; {num_long} are too long, the rest has no common prompt")
     return kept
 
 

@@ -257,7 +257,7 @@ def main(args):
 
 
 # ---- below: identical copies of what several scripts share, in the order of use
-# This script's own are only load_rows, read_rows, load_reward_model, set_pad_token.
+# This script's own are only load_reward_model, set_pad_token.
 
 inner_bar = partial(tqdm, leave=False, delay=5)  # a progress bar that appears after five seconds
 
@@ -312,8 +312,7 @@ def load_rows(args, tokenizer):
     train_rows = [row for row in read_rows(splits[train], args, tokenizer) if row["prompt"] not in eval_prompts]
     if RANK == 0:
         passes = round(args.num_steps * args.minibatch_size / max(1, len(train_rows)), 1)
-        counts = f"{len(train_rows)} to train on, {len(eval_rows)} held out"
-        print(f"{len(splits[train])} training rows; read: {counts} (with their prompts); {passes} passes")
+        print(f"{len(train_rows)} to train on, {len(eval_rows)} held out (with their prompts); {passes} passes")
         for name in ("prompt", "chosen", "rejected"):
             print(f"the first {name}: {tokenizer.decode(train_rows[0][name + '_ids'])!r}")
     return train_rows, eval_rows
@@ -323,8 +322,7 @@ def read_rows(rows, args, tokenizer):
     """Return the ids of pairs; drop those with a long text, and those whose completions have different prompts."""
     stop_id = find_turn_end(tokenizer) or tokenizer.eos_token_id
     prompt_column = next((name for name in ("prompt", "question", "problem") if name in rows.column_names), None)
-    kept = []
-    num_long = 0
+    kept, num_long = [], 0
     for row in inner_bar(rows, "rows"):
         chosen = find_chat(row.get(prompt_column), row["chosen"], tokenizer)
         rejected = find_chat(row.get(prompt_column), row["rejected"], tokenizer)
@@ -340,11 +338,9 @@ def read_rows(rows, args, tokenizer):
         if len(prompt_ids) > args.max_prompt_length or longest > args.max_completion_length:
             num_long += 1
             continue
-        ids = {"prompt_ids": prompt_ids, "chosen_ids": chosen_ids, "rejected_ids": rejected_ids}
-        kept.append({"prompt": prompt, **ids})
+        kept.append({"prompt": prompt, "prompt_ids": prompt_ids, "chosen_ids": chosen_ids, "rejected_ids": rejected_ids})
     if RANK == 0:
-        other = len(rows) - len(kept) - num_long
-        print(f"of {len(rows)} pairs, {num_long} are dropped as too long, {other} as without a common prompt")
+        print(f"read: {len(kept)} of {len(rows)} pairs; {num_long} are too long, the rest has no common prompt")
     return kept
 
 

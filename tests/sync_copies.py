@@ -30,7 +30,7 @@ SHARED = {
     without(SAMPLING, "gkd"): "log_group",
     without(SAMPLING, "gkd", "reinforce", "ppo_rlhf"): "add_logprobs check_args",
     ("dpo", "reward_model", "sft"): "check_args as_messages encode_chat",
-    ("dpo", "reward_model"): "find_chat parse_dialogue make_batch",
+    ("dpo", "reward_model"): "load_rows read_rows find_chat parse_dialogue make_batch",
     ("grpo_process", "grpo_tools"): "NUMBER GAP",
 }
 # [(name, the scripts in which it is identical)]

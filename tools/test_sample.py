@@ -115,7 +115,7 @@ def test_a_script_trains_on_the_rows_that_are_kept(form, script, capsys):
     assert said in capsys.readouterr().out and max(gave.values()) == 2
     sizes = {"num_steps": 1, "minibatch_size": 8, "eval_prompts": 0, "run_dir": "run"}
     script.main(parse(script, model=TINY, tiny=True, dataset="a.jsonl", **sizes))
-    assert f"{len(kept)} training rows; read: {len(kept)} to train on, 0 held out; " in capsys.readouterr().out
+    assert f"{len(kept)} to train on, 0 held out" in capsys.readouterr().out
 
 
 def test_the_file_is_there_when_it_is_whole(monkeypatch):
