@@ -338,7 +338,7 @@ def read_rows(rows, args, tokenizer):
         if len(prompt_ids) > args.max_prompt_length or longest > args.max_completion_length:
             num_long += 1
             continue
-        kept.append({"prompt": prompt, "prompt_ids": prompt_ids, "chosen_ids": chosen_ids, "rejected_ids": rejected_ids})
+        kept.append(dict(prompt=prompt, prompt_ids=prompt_ids, chosen_ids=chosen_ids, rejected_ids=rejected_ids))
     if RANK == 0:
         print(f"read: {len(kept)} of {len(rows)} pairs; {num_long} are too long, the rest has no common prompt")
     return kept

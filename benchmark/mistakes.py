@@ -1,7 +1,7 @@
 """Show what common mistakes change in the metrics of grpo.py, in a short run that is sensitive to them.
 
-    python benchmark/mistakes.py                     make the runs that the file lacks, and the table of the page
-    python benchmark/mistakes.py --check my_grpo.py  compare a script of yours with the right one
+    python benchmark/mistakes.py                                  make the runs that the file lacks, and the table
+    python benchmark/mistakes.py --check my_grpo.py --my-flag 3   compare a script of yours, with flags, with the right one
 
 MISTAKES has the edits of grpo.py that make each mistake. The right script runs with seeds 1 to 7, the edited ones with
 seeds 1 to 3. The records are in benchmark/results/mistakes.jsonl.
@@ -16,7 +16,7 @@ from records import DOCS, RESULTS, ROOT, fill, make_run, read_records, table, wo
 
 RECORDS, FOLDER = RESULTS / "mistakes.jsonl", Path("runs", "mistakes")
 RIGHT, RIGHT_SEEDS, SEEDS = "right script", (1, 2, 3, 4, 5, 6, 7), (1, 2, 3)
-FLAGS = "--tiny --model models/long --dataset data/long --max-completion-length 112 --temperature 0.8 --warmup-steps 1"
+FLAGS = "--tiny --model models/long --dataset data/long --max-completion-length 112 --temperature 0.8 --warmup-steps 2"
 FLAGS += " --kl-coef 0.2 --minibatch-size 16 --microbatch-tokens 512 --num-steps 10 --eval-every 5 --eval-prompts 128"
 
 LOSS_MASK = "mask,\n                    args.clip_eps"
@@ -55,14 +55,14 @@ def edited(name):
     return source.replace(old, new)
 
 
-def run(name, source, seed):
+def run(name, source, seed, own_flags=()):
     """Run a script and return its record with the mean of each metric over steps, and without metrics if it stops."""
     folder = FOLDER / f"{name.replace(' ', '_')}_{seed}"
     FOLDER.mkdir(parents=True, exist_ok=True)
     script = folder.with_suffix(".py")
     script.write_text(source, encoding="utf-8")
     try:
-        record = make_run(name, seed, f"python {script} {FLAGS} --seed {seed}", folder)
+        record = make_run(name, seed, f"python {script} {FLAGS} --seed {seed} {' '.join(own_flags)}", folder)
     except RuntimeError:
         if "sampling and training disagree" not in Path(f"{folder}.log").read_text():
             raise
@@ -96,10 +96,10 @@ def make_table(records):
     return table(["mistake", "metric", "right script", "with the mistake"], lines)
 
 
-def check(path):
+def check(path, own_flags):
     """Print the metrics of a script beside those of the right one, and which are outside with all seeds."""
     records = read_records(RECORDS)
-    own = {("own", seed): run("own", Path(path).read_text(encoding="utf-8"), seed) for seed in SEEDS}
+    own = {("own", seed): run("own", Path(path).read_text(encoding="utf-8"), seed, own_flags) for seed in SEEDS}
     for metric in records[RIGHT, 1]["metrics"]:
         right, values = values_of(records, RIGHT, metric), values_of(own, "own", metric)
         outside = "outside" if is_outside(values, right) else ""
@@ -110,7 +110,7 @@ def main(words):
     if words[:1] == ["--check"]:
         path = Path(words[1]).resolve()
         os.chdir(ROOT)
-        check(path)
+        check(path, words[2:])
         return
     os.chdir(ROOT)
     names = [RIGHT, *MISTAKES]
