@@ -1,7 +1,7 @@
 """Show what common mistakes change in the metrics of grpo.py, in a short run that is sensitive to them.
 
     python benchmark/mistakes.py                                  make the runs that the file lacks, and the table
-    python benchmark/mistakes.py --check my_grpo.py --my-flag 3   compare a script of yours, with flags, with the right one
+    python benchmark/mistakes.py --check my_grpo.py --my-flag 3   compare a script of yours with the right one
 
 MISTAKES has the edits of grpo.py that make each mistake. The right script runs with seeds 1 to 7, the edited ones with
 seeds 1 to 3. The records are in benchmark/results/mistakes.jsonl.

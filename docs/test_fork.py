@@ -18,12 +18,10 @@ from transformers import AutoModelForCausalLM
 
 import cispo
 import grpo
-import gspo
-import reinforce
 
 PAGE = (ROOT / "docs" / "fork.md").read_text(encoding="utf-8")
 SOURCE = (ROOT / "grpo.py").read_text(encoding="utf-8")
-[TEST, OVER_LENGTHS] = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+[TEST, SUMS] = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 SIZES = {"num_steps": 2, "prompts_per_step": 4, "group_size": 4, "minibatch_size": 8, "eval_prompts": 8, "seed": 3}
 SIZES |= {"warmup_steps": 0, "learning_rate": 4e-4, "dataset": ROOT / "data" / "addition" / "test.jsonl"}
 COPY = "    cp grpo.py my_short.py\n    sed -n '/^--- my_short.py/,/^```$/p' docs/fork.md | git apply -p0\n"
@@ -198,22 +196,22 @@ def test_the_entropy_bonus_has_the_gradient_of_the_entropy(tmp_path, monkeypatch
 
 # ---- the test to copy
 
-WRONG = {  # {mistake in the loss of cispo.py: (old text, new text)}
-    "the gradient goes through the ratio": (".clamp(max=1 + clip_eps_high).detach()", ".clamp(max=1 + clip_eps_high)"),
-    "no cap": (".clamp(max=1 + clip_eps_high)", ""),
-    "a bound below": (".clamp(max=1 + clip_eps_high)", ".clamp(1 - clip_eps_high, 1 + clip_eps_high)"),
-    "capped tokens are dropped": ("* advantages * logprobs", "* advantages * logprobs * (ratio < 1 + clip_eps_high)"),
-    "the wrong sign": ("token_loss = -clipped_ratio", "token_loss = clipped_ratio"),
-    "a mean instead of the sum": ("token_loss, 0.0).sum()", "token_loss, 0.0).mean()"),
-    "padding counts": ("torch.where(mask, weight * token_loss, 0.0).sum()", "(weight * token_loss).sum()"),
+WRONG = {  # {mistake in the loss of grpo.py: (old text, new text)}
+    "no clip": ("torch.min(ratio * advantages, clipped_ratio * advantages)", "ratio * advantages"),
+    "max instead of min": ("torch.min(ratio", "torch.max(ratio"),
+    "the wrong sign": ("token_loss = -torch.min", "token_loss = torch.min"),
+    "a mean instead of the sum": ("(token_loss.sum(1) / lengths).sum()", "(token_loss.sum(1) / lengths).mean()"),
+    "the padded length": ("mask.sum(1).clamp(min=1)  # (B,)", "mask.shape[1]  # (B,)"),
+    "padding counts": ("torch.where(mask, weight * token_loss, 0.0)", "weight * token_loss"),
 }
+SUM = {"(token_loss.sum(1) / lengths).sum()": "token_loss.sum()"}
 
 
 def failures(fork, text=TEST):
-    """Return, for each of the page's tests, whether it fails if this module replaces cispo.py."""
+    """Return, for each of the page's tests, whether it fails if this module replaces grpo.py."""
     names, failed = {}, []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "cispo", fork)
+        patch.setitem(sys.modules, "grpo", fork)
         exec(text, names)
     for name in [name for name in names if name.startswith("test_")]:
         try:
@@ -224,15 +222,15 @@ def failures(fork, text=TEST):
     return failed
 
 
-def test_the_tests_of_the_page_pass_for_the_losses_that_it_names():
-    """The numbers by hand are those of a capped ratio; the gradients are of sums over tokens, and over the lengths."""
-    assert failures(cispo, TEST + OVER_LENGTHS) == [False, False, True]
-    assert failures(reinforce, TEST + OVER_LENGTHS) == [True, False, True]
-    for script in (grpo, gspo):
-        assert failures(script, TEST + OVER_LENGTHS) == [True, True, False]
+def test_the_tests_of_the_page_tell_a_sum_from_a_mean_over_the_length(tmp_path):
+    assert failures(grpo, TEST + SUMS) == [False, False, True]
+    summed = edited((ROOT / "grpo.py").read_text(encoding="utf-8"), SUM, tmp_path / "summed.py")
+    assert failures(summed, TEST + SUMS) == [True, True, False]
+    with pytest.raises(TypeError, match="clip_eps"):  # an argument that the function does not have
+        failures(cispo)
 
 
 @pytest.mark.parametrize("mistake", WRONG)
 def test_the_test_of_the_page_fails_on_a_wrong_loss(mistake, tmp_path):
-    source, (old, new) = (ROOT / "cispo.py").read_text(encoding="utf-8"), WRONG[mistake]
+    source, (old, new) = (ROOT / "grpo.py").read_text(encoding="utf-8"), WRONG[mistake]
     assert any(failures(edited(source, {old: new}, tmp_path / "wrong.py")))

@@ -1,13 +1,13 @@
 """Measure greedy accuracy and pass@k of a model on held-out rows, with standard errors.
 
-    python tools/evaluate.py --model runs/mine/checkpoint-000030 --tiny --samples 16
+    python tools/evaluate.py --model runs/mine/checkpoint-000020 --samples 16
     python tools/evaluate.py --model path/to/model --dataset HuggingFaceH4/MATH-500::test --split all --samples 8
-    python tools/evaluate.py --resume runs/mine --model runs/mine/checkpoint-000200
     python tools/evaluate.py --script my_reward.py --model path/to/model
 
 The tool reads rows, samples and scores with the functions of a script: --script, by default grpo.py, or a file of yours
-with is_correct, reward_fn or score_completions. It takes all flags of the script, with the same defaults; with --resume
-RUN, the settings of a run are the defaults. So the greedy accuracy of a checkpoint is the eval/accuracy of its run.
+with is_correct, reward_fn or score_completions. It takes all flags of the script, with the same defaults; for a
+checkpoint of a run, the settings of the run are the defaults, so that its greedy accuracy is the run's eval/accuracy.
+The data set of a run of another script is not taken over, as it may have no answers.
 
 pass@k is the probability that at least one of k samples is correct, by the unbiased estimator of Chen et al. (2021),
 https://arxiv.org/abs/2107.03374v2, equation 1. Standard errors are over prompts. The completions are written to a file.
@@ -18,6 +18,7 @@ import importlib
 import json
 import os
 import sys
+from dataclasses import replace
 from datetime import datetime
 from math import comb, sqrt
 from pathlib import Path
@@ -27,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")  # before torch, as in the scripts
 
 import torch
+import tyro
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
@@ -63,7 +65,16 @@ def read_flags(parser):
     given, flags = parser.parse_known_args()
     script = import_script(given.script)
     sys.argv = [sys.argv[0], *flags]
-    return given, script, script.parse_args()
+    args = script.parse_args()
+    run_dir = Path(args.model).resolve().parent
+    if args.resume or not (run_dir / "args.json").exists():
+        return given, script, args
+    settings = json.loads((run_dir / "args.json").read_text())
+    if not (run_dir / Path(script.__file__).name).exists():
+        del settings["dataset"]
+    defaults = script.TINY if args.tiny else script.Args()
+    defaults = replace(defaults, **{name: settings[name] for name in settings if hasattr(defaults, name)})
+    return given, script, tyro.cli(script.Args, default=defaults)
 
 
 def load_model(script, args):

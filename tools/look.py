@@ -15,7 +15,8 @@ def gather(folder):
     run = read_run(folder)
     if run is None:
         raise SystemExit(f"{folder} has no metrics")
-    shown = {"script": run.script} | run.settings
+    copies = [path.stem for path in run.folder.glob("*.py")]  # a run keeps a copy of its script
+    shown = {"script": (copies or [run.script])[0]} | run.settings
     settings = [(name, str(value)) for name, value in shown.items() if str(value) not in ("None", "False", "")]
     rows = {name: read_rows(run.folder / f"{name}.jsonl") for name in ("metrics", "samples")}
     return {"name": run.name, "settings": settings, "panels": choose_metrics([run])} | rows

@@ -1,7 +1,7 @@
 """Sample completions from a model, print and reward them, and make training data of them.
 
     python tools/sample.py --model path/to/model --prompt "What is 17 * 3?" --prompt "What is 3 * 17?"
-    python tools/sample.py --model runs/mine/checkpoint-000030 --tiny --num-prompts 8
+    python tools/sample.py --model runs/mine/checkpoint-000020 --num-prompts 8
 
 It takes --script and all flags of that script, as tools/evaluate.py does, which measures accuracy and pass@k. Prompts
 given with --prompt have no answers, so they get no rewards.

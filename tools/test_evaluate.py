@@ -12,6 +12,7 @@ from toy import ROOT, read_jsonl, train, write_jsonl
 import gkd
 import grpo
 import gspo
+import sft
 
 OWN = "def is_correct(completion, answer):\n    return completion.endswith('0}')\n"
 
@@ -49,7 +50,7 @@ def test_pass_at_k_is_the_share_of_the_subsets_with_a_correct_one(num_correct):
 @pytest.mark.parametrize("script", [grpo, gkd])
 def test_greedy_accuracy_is_that_of_the_run_and_the_table_that_of_the_file(script, tmp_path, capsys):
     lines = train(script, tmp_path, eval_prompts=12)
-    flags = ["--script", script.__name__, "--resume", "run", "--model", "run/checkpoint-000004", "--samples", 4]
+    flags = ["--script", script.__name__, "--model", "run/checkpoint-000004", "--samples", 4]
     table, rows = run(capsys, *flags)
     assert table["greedy accuracy"][0] == round(lines[-1]["eval/accuracy"], 3)
     assert [row["temperature"] for row in rows] == [0.0] * 12 + [1.0] * 48
@@ -63,6 +64,16 @@ def test_greedy_accuracy_is_that_of_the_run_and_the_table_that_of_the_file(scrip
     for name, values in expected.items():
         error = statistics.stdev(values) / len(values) ** 0.5
         assert table[name] == pytest.approx((statistics.fmean(values), error), abs=6e-4)
+
+
+def test_a_checkpoint_brings_the_settings_of_its_run_but_no_data_set_of_another_script(tmp_path):
+    """Flags go first, then the run of sft.py, then --tiny."""
+    train(sft, tmp_path, num_steps=1, save_every=1, system_prompt="Add.", max_completion_length=31, seed=7)
+    sys.argv = ["evaluate.py", "--model", "run/checkpoint-000001", "--tiny", "--seed", "9"]
+    _, _, args = evaluate.read_flags(evaluate.make_parser(None))
+    assert (args.system_prompt, args.max_completion_length, args.seed) == ("Add.", 31, 9)
+    assert (args.model, args.dataset) == ("run/checkpoint-000001", grpo.TINY.dataset)
+    assert args.rollout_batch_size == grpo.TINY.rollout_batch_size  # sft.py has none
 
 
 def test_a_file_gives_its_rule_to_grpo_and_a_script_has_its_own(tmp_path, capsys):

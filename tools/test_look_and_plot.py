@@ -110,6 +110,7 @@ def test_pages_and_metrics_of_real_runs(tmp_path, monkeypatch):
     train(dpo, tmp_path / "b", num_steps=2)
     data = read_page(tmp_path / "b" / "run")
     assert data["samples"] == [] and data["panels"][0] == "eval/pair_accuracy"
+    assert dict(data["settings"])["script"] == "dpo"  # though the folder's name is run
     both = plot.choose_metrics([plot.read_run(tmp_path / name / "run") for name in "ab"])
     assert {*shown, *data["panels"]} == {*both}
 

@@ -8,6 +8,7 @@ import memory
 import pytest
 import torch
 import torch.distributed as dist
+import tyro
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from toy import EVERY, ROOT, TINY
@@ -26,13 +27,18 @@ MODELS["ppo_rlhf"] = MODELS["grpo"] | {"value model": "load_scorer", "reward mod
 RANKS = pytest.mark.parametrize("ranks", [1, 4], indirect=True)
 
 
+@pytest.fixture(autouse=True)
+def no_copies(monkeypatch):
+    """On some processors oneDNN copies the weights for its products, so that a count would hang on the machine."""
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+
+
 @pytest.fixture
 def ranks(request, monkeypatch):
     """The number of ranks; the others exist only in the sizes of what this rank allocates."""
     for module in EVERY.values():
         monkeypatch.setattr(module, "WORLD_SIZE", request.param)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=request.param)
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # on some processors it allocates copies
     return request.param
 
 
@@ -186,6 +192,29 @@ def test_the_page_has_the_flags_that_fit():
                 seconds = [memory.moving_seconds(config, given) for given in (settings, larger)]
                 numbers = [memory.host_bytes(config, settings) / 1e9] if "host" in card else seconds
                 assert cell == ", ".join(f"{number:.0f}" for number in numbers), (name, card)
+
+
+def test_the_flags_of_the_first_run_fit_and_take_the_time_that_the_page_says():
+    """Peaks are those of the cards' data sheets, in TFLOP/s."""
+    page = (ROOT / "docs" / "first_run.md").read_text()
+    rows = re.search("<!-- times -->(.*?)<!-- end -->", page, re.DOTALL)[1].strip().splitlines()[2:]
+    peaks = {"T4": 8.1, "RTX 4090": 165, "L40S": 362, "A100": 312}
+    assert len(rows) == 9
+    for row in rows:
+        card, size, flags, *said = row.strip("|").split("|")
+        name, gb = card.removesuffix(" GB").split(", ")
+        config = memory.load_config(f"Qwen2.5-{size}")
+        settings = tyro.cli(EVERY["grpo"].Args, args=flags.strip("`").split())
+        _, *needed = memory.account(config, settings)[-1]
+        assert max(needed) <= memory.USABLE * float(gb) * 1e9
+        model = memory.count_model(config)
+        completions, parameters = settings.prompts_per_step * settings.group_size, model.blocks + model.root
+        seconds = 0.02 * settings.max_completion_length * completions / settings.rollout_batch_size
+        operations = (12 if settings.gradient_checkpointing else 10) * parameters * completions * 450
+        seconds += operations / (peaks[name] * 1e12 / 3)
+        if settings.cpu_offload:
+            seconds += 5 * 4 * parameters * completions * 450 / settings.microbatch_tokens / 25e9
+        assert [f"{seconds:.0f}", f"{seconds * 200 / 3600:.2g}"] == said
 
 
 def find_flags(script, model, gb):
