@@ -35,7 +35,7 @@ MISTAKES = {
     "old log-probabilities of the current policy": ("policy/approx_kl", 'microbatch["old_logprobs"]', "logprobs"),
     "max instead of min in the loss": ("policy/approx_kl", "torch.min(ratio", "torch.max(ratio"),
     "loss divided by the microbatch": (
-        "optim/grad_norm",
+        "loss/policy",
         "loss / rank_minibatch_size",
         'loss / len(microbatch["advantages"])',
     ),
