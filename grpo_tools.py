@@ -265,10 +265,7 @@ def policy_loss(
     lengths = mask.sum(1).clamp(min=1)  # (B,); microbatches adds rows without tokens
     loss = (token_loss.sum(1) / lengths).sum()
 
-    metrics["policy/approx_kl"] = (
-        k3(log_ratio.detach()).sum(),
-        num_tokens,
-    )  # KL(old || policy), 0 before the first update
+    metrics["policy/approx_kl"] = (k3(log_ratio.detach()).sum(), num_tokens)  # KL(old || policy), at first 0
     metrics["policy/clip_fraction_low"] = (((ratio < 1 - clip_eps) & (advantages < 0)).sum(), num_tokens)
     metrics["policy/clip_fraction_high"] = (((ratio > 1 + clip_eps) & (advantages > 0)).sum(), num_tokens)
     metrics["policy/sampler_kl"] = (k3(sampler_log_ratio).sum(), num_tokens)  # KL(sampler || old)

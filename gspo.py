@@ -232,10 +232,7 @@ def policy_loss(
     clipped_high = (ratio > 1 + clip_eps_high) & (advantages > 0)
     metrics = {}
     num_tokens = mask.sum()
-    metrics["policy/approx_kl"] = (
-        k3(log_ratio.detach()).sum(),
-        num_tokens,
-    )  # KL(old || policy), 0 before the first update
+    metrics["policy/approx_kl"] = (k3(log_ratio.detach()).sum(), num_tokens)  # KL(old || policy), at first 0
     metrics["policy/clip_fraction_low"] = ((lengths * clipped_low).sum(), num_tokens)
     metrics["policy/clip_fraction_high"] = ((lengths * clipped_high).sum(), num_tokens)
     metrics["policy/sampler_kl"] = (k3(sampler_log_ratio).sum(), num_tokens)  # KL(sampler || old)
