@@ -1,4 +1,4 @@
-r"""GRPO on one device, in 150 lines: read this file first, and then grpo.py, which has the same loss and names.
+r"""GRPO on one device, in 150 lines: read this file first, and then grpo.py, which has the same objective.
 
 Shao et al., "DeepSeekMath" (2024), https://arxiv.org/abs/2402.03300v3, equations 3 and 4:
 
@@ -6,13 +6,16 @@ Shao et al., "DeepSeekMath" (2024), https://arxiv.org/abs/2402.03300v3, equation
 
     q, oᵢ     prompt, and the i-th of its G completions; |oᵢ| counts its tokens, the stop token included
     rᵢₜ       π_θ(oᵢₜ) / π_old(oᵢₜ); π_old is the policy that sampled, before the step's first update
-    Aᵢ        (Rᵢ − mean R) / std R over the group, the same for every token of a completion
+    Aᵢ        (Rᵢ − mean R) / (std R + 0.0001) over the group, the same for every token of a completion
     k3ᵢₜ      ρ − log ρ − 1 with ρ = π_ref(oᵢₜ) / π_θ(oᵢₜ); π_ref is the model that training started from
 
+Not in the paper: 0.0001 above, AdamW's betas, the limit 1 for the norm of gradients, two updates per rollout.
 Use grpo.py if you need several GPUs, long completions, bfloat16, chats as prompts, answers compared as numbers, logs,
-checkpoints or resuming. This file leaves all that out, and what skips an update without a gradient.
+checkpoints or resuming. It also makes no update if all rewards are equal; here, AdamW goes on in its last direction.
 
-    python examples/short_grpo.py    # a bundled model learns to add numbers, in half a minute on one CPU core
+In the repository's folder (the first takes half a minute on a CPU; the second one has not been run yet):
+
+    python examples/short_grpo.py    # a bundled model learns to add numbers
     python examples/short_grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k:main --microbatch-size 4 \
         --num-steps 200 --learning-rate 1e-6 --max-completion-length 512 --instruction " Put the answer in \boxed{}."
 """
@@ -30,7 +33,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 @dataclass
 class Args:
     model: str = "models/tiny"  # folder or Hugging Face name of a chat model
-    dataset: str = "data/addition"  # folder or Hugging Face NAME[:CONFIG] with the splits train and test
+    dataset: str = "data/addition"  # folder or hub name; splits train and test, columns prompt (question) and answer
     instruction: str = ""  # text to add to every prompt
     num_steps: int = 20  # training steps, each of which samples completions once
     prompts_per_step: int = 16  # prompts per training step
@@ -46,7 +49,7 @@ class Args:
 
 
 def is_correct(completion, answer):
-    r"""Return whether the last \boxed{} of a completion holds the answer, or what follows #### in a solution."""
+    r"""Return whether the last \boxed{} of a completion has the text of the answer (what follows ####, if any)."""
     boxes = re.findall(r"\\boxed\{(.*?)\}", completion)
     return len(boxes) > 0 and boxes[-1].strip() == answer.rpartition("####")[2].strip()
 
@@ -77,7 +80,7 @@ def policy_loss(logprobs, old_logprobs, ref_logprobs, advantages, completion_mas
 
 
 def compute_logprobs(model, ids, mask, length, temperature):
-    """Return the log-probabilities (B, T) of the completions, the last T = length columns of ids, mask (B, P + T)."""
+    """Return log-probabilities (B, T) of completions; ids, mask (B, P + T): prompts, then completions of length T."""
     positions = (mask.cumsum(1) - 1).clamp(min=0)  # the padding before a prompt does not count
     logits = model(ids, attention_mask=mask, position_ids=positions, logits_to_keep=length + 1).logits
     logprobs = (logits[:, :-1] / temperature).log_softmax(-1)  # (B, T, V); output t predicts token t + 1
@@ -86,16 +89,13 @@ def compute_logprobs(model, ids, mask, length, temperature):
 
 @torch.no_grad()
 def generate(model, tokenizer, rows, temperature, args):
-    """Sample a completion for each of B rows, up to and including the first stop token.
-
-    Return ids and mask (B, P + T), prompts padded on the left; log-probabilities (B, T), texts and rewards (B,).
-    """
+    """Sample a completion of each of B rows; return ids, mask (B, P + T), logprobs (B, T), texts and rewards (B,)."""
     chats = [[{"role": "user", "content": (row.get("prompt") or row["question"]) + args.instruction}] for row in rows]
     batch = tokenizer.apply_chat_template(chats, add_generation_prompt=True, padding=True, return_tensors="pt")
     ids, mask = batch["input_ids"].to(model.device), batch["attention_mask"].to(model.device).bool()  # (B, P)
     stop_ids = torch.tensor(model.generation_config.eos_token_id, device=model.device)
     cache = DynamicCache(config=model.config)  # keys and values of what the model has read
-    tokens, logprobs = ids, []  # what it reads next: first the prompts, then one token of each row
+    tokens, logprobs = ids, []  # tokens: what it reads next, first the prompts, then one token of each row
     going = torch.ones_like(mask[:, :1])  # (B, 1): whether the stop token is still to come
     while len(logprobs) < args.max_completion_length and going.any():
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
@@ -104,7 +104,7 @@ def generate(model, tokenizer, rows, temperature, args):
         tokens = distribution.exp().multinomial(1)  # (B, 1)
         logprobs.append(distribution.gather(1, tokens))
         ids = torch.cat([ids, tokens], 1)
-        mask = torch.cat([mask, going], 1)
+        mask = torch.cat([mask, going], 1)  # 1 up to the stop token; what ended rows still sample is masked
         going = going & ~torch.isin(tokens, stop_ids)
     texts = [tokenizer.decode(row[kept]) for row, kept in zip(ids[:, -len(logprobs) :], mask[:, -len(logprobs) :])]
     rewards = [float(is_correct(text, row["answer"])) for text, row in zip(texts, rows)]
@@ -115,13 +115,13 @@ def main(args):
     torch.manual_seed(args.seed)
     train_rows, test_rows = load_dataset(*args.dataset.split(":"), split=["train", "test[:256]"])
     tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    policy = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()  # without dropout
-    ref = copy.deepcopy(policy).requires_grad_(False).to(device) if args.kl_coef else None
-    policy = policy.to(device)
+    policy = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device).eval()  # without dropout
+    ref = copy.deepcopy(policy).requires_grad_(False) if args.kl_coef else None
     optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, (0.9, 0.95), weight_decay=0.0)
     for step in range(args.num_steps + 1):
-        if step % 10 == 0:
+        if step % 10 == 0 or step == args.num_steps:
             *_, rewards = generate(policy, tokenizer, test_rows, 0.01, args)  # nearly greedy
             print(f"step {step}: accuracy {rewards.mean():.3f} on {len(rewards)} test prompts")
         if step == args.num_steps:  # this last step only evaluates
@@ -131,7 +131,7 @@ def main(args):
         rows = train_rows.select(picked)  # a row for each completion
         ids, mask, old_logprobs, texts, rewards = generate(policy, tokenizer, rows, args.temperature, args)
         advantages = compute_advantages(rewards, args.group_size)
-        print(f"step {step}: reward {rewards.mean():.3f}, {texts[0]!r}")
+        print(f"step {step + 1}: reward {rewards.mean():.3f}, {texts[0]!r}")
         length = old_logprobs.shape[1]
         for indices in torch.randperm(len(rows), device=device).split(args.minibatch_size):  # one optimizer step each
             for part in indices.split(args.microbatch_size):

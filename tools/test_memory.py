@@ -201,7 +201,7 @@ def test_the_flags_of_the_first_run_fit_and_take_the_time_that_the_page_says():
     peaks = {"T4": 8.1, "RTX 4090": 165, "L40S": 362, "A100": 312}
     assert len(rows) == 9
     for row in rows:
-        card, size, flags, *said = row.strip("|").split("|")
+        card, size, flags, host, *said = row[1:-1].split("|")
         name, gb = card.removesuffix(" GB").split(", ")
         config = memory.load_config(f"Qwen2.5-{size}")
         settings = tyro.cli(EVERY["grpo"].Args, args=flags.strip("`").split())
@@ -215,6 +215,7 @@ def test_the_flags_of_the_first_run_fit_and_take_the_time_that_the_page_says():
         if settings.cpu_offload:
             seconds += 5 * 4 * parameters * completions * 450 / settings.microbatch_tokens / 25e9
         assert [f"{seconds:.0f}", f"{seconds * 200 / 3600:.2g}"] == said
+        assert host == (f"{memory.host_bytes(config, settings) / 1e9:.0f}" if settings.cpu_offload else "")
 
 
 def find_flags(script, model, gb):
