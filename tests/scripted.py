@@ -95,14 +95,18 @@ def run(script, folder, patch, saved=False, **settings):
             found["weights"].append(torch.cat([full(weight) for weight in policy.parameters()]))
         return norm
 
-    def compute_logprobs(policy, *rest):
-        logprobs = script_compute(policy, *rest)
-        found["sharded"] = all(isinstance(weight, DTensor) for weight in policy.parameters())
-        return logprobs
+    def watched(compute):
+        def computed(*given):
+            logprobs = compute(*given)
+            policy = next(value for value in given if isinstance(value, torch.nn.Module))
+            found["sharded"] = all(isinstance(weight, DTensor) for weight in policy.parameters())
+            return logprobs
 
-    if hasattr(script, "compute_logprobs"):
-        script_compute = script.compute_logprobs
-        patch.setattr(script, "compute_logprobs", compute_logprobs)
+        return computed
+
+    for name in ("compute_logprobs", "add_logprobs"):
+        if hasattr(script, name):
+            patch.setattr(script, name, watched(getattr(script, name)))
     patch.setattr(script, "step_optimizer", recorded)
     if not saved:
         patch.setattr(script, "save", lambda *_: None)

@@ -99,9 +99,15 @@ def test_batches_texts_and_truncation(limit, stop_ids):
     sampler = grpo.load_sampler(args, tokenizer, torch.device("cpu"))
     sampler.generation_config.eos_token_id = stop_ids
     rows = [{"prompt_ids": tokenizer.encode(text)} for text in ("12+34=", "5+6=", "5+6=", "1+1=", "99+1=")]
-    torch.manual_seed(0)
+    for seed in range(10):  # some completions are as long as they may be, or have a token of id 0
+        check_batch(sampler, tokenizer, rows, args, seed)
+
+
+def check_batch(sampler, tokenizer, rows, args, seed):
+    limit, stop_ids = args.max_completion_length, sampler.generation_config.eos_token_id
+    torch.manual_seed(seed)
     batch, texts = grpo.sample_completions(sampler, tokenizer, rows, 2.0, args)
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     pairs = []
     for part in (rows[:3], rows[3:]):
         prompts = [row["prompt_ids"] for row in part]

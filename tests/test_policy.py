@@ -154,6 +154,7 @@ def test_the_first_ratio_is_exactly_one(precision, checkpointing, monkeypatch):
         assert sorted(torch.cat([part["row"] for part in parts]).tolist()) == sorted(indices.tolist())
         for part in parts:
             assert ((part["old_logprobs"] != 0) == part["completion_mask"].bool()).all()
+            assert torch.equal(part["completion_mask"].sum(1), mask[part["row"]].sum(1))  # no token is cut off
             assert len(part["ids"]) * part["ids"].shape[1] <= 25 or len(part["ids"]) == 1
             logprobs, _ = policy(part["ids"], part["completion_mask"], args.temperature)
             assert logprobs.requires_grad
