@@ -117,9 +117,9 @@ def main(args):
     tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    policy = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device).eval()  # without dropout
-    ref = copy.deepcopy(policy).requires_grad_(False) if args.kl_coef else None
-    optimizer = torch.optim.AdamW(policy.parameters(), args.learning_rate, (0.9, 0.95), weight_decay=0.0)
+    policy = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()  # without dropout
+    ref = copy.deepcopy(policy).requires_grad_(False).to(device) if args.kl_coef else None
+    optimizer = torch.optim.AdamW(policy.to(device).parameters(), args.learning_rate, (0.9, 0.95), weight_decay=0.0)
     for step in range(args.num_steps + 1):
         if step % 10 == 0 or step == args.num_steps:
             *_, rewards = generate(policy, tokenizer, test_rows, 0.01, args)  # nearly greedy
