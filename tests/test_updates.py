@@ -142,7 +142,7 @@ def three_steps(script, folder, patch):
     """Metrics of three steps with two updates each, of rollouts that are scripted."""
     if hasattr(script, "generate"):
         patch.setattr(script, "generate", Rollouts())
-    sizes = {"num_steps": 3, "max_completion_length": 48, "eval_every": 3, "warmup_steps": 4, "update_epochs": 2}
+    sizes = {"num_steps": 3, "max_completion_length": 48, "eval_every": 3, "learning_rate": 1e-4, "update_epochs": 2}
     args = short(script, folder, overlong_buffer=1.0, **sizes)
     script.main(args)
     return logged(args.run_dir)
