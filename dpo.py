@@ -323,7 +323,7 @@ def read_rows(rows, args, tokenizer):
             continue
         kept.append(dict(prompt=prompt, prompt_ids=prompt_ids, chosen_ids=chosen_ids, rejected_ids=rejected_ids))
     if RANK == 0:
-        print(f"read: {len(kept)} of {len(rows)} pairs; {num_long} are too long, the rest has no common prompt")
+        print(f"read: {len(kept)} of {len(rows)} pairs; {num_long} are too long, any others have no common prompt")
     return kept
 
 

@@ -249,7 +249,7 @@ def test_pairs_that_lack_something_or_are_long_are_left_out(tmp_path, tokenizer,
     assert [texts_of(pair, tokenizer)[0] for pair in pairs] == [SHORT, "<|user|>1111<|assistant|>"]
     said = capsys.readouterr().out.splitlines()
     num_long = int(change in LEFT_OUT[-3:])
-    assert said[-5] == f"read: 2 of 3 pairs; {num_long} are too long, the rest has no common prompt"
+    assert said[-5] == f"read: 2 of 3 pairs; {num_long} are too long, any others have no common prompt"
     assert said[-4] == "2 to train on, 0 held out (with their prompts); 32000.0 passes"
     assert said[-3:] == [
         f"the first prompt: {SHORT!r}",
