@@ -1,29 +1,30 @@
-"""GRPO with tools: a tool's replies stand in the completion, but are not trained.
+"""GRPO with tools: an environment's replies stand in the completion, but are not trained.
 
 Jin et al., "Search-R1: Training LLMs to Reason and Leverage Search Engines with Reinforcement Learning" (2025)
 https://arxiv.org/abs/2503.09516v1, over GRPO, Shao et al. (2024), https://arxiv.org/abs/2402.03300v3, equation 3.
 
     J(θ) = E_q 1/G Σᵢ 1/Σₜ mᵢₜ Σₜ mᵢₜ wᵢₜ min(rᵢₜ Aᵢ, clip(rᵢₜ, 1 − ε, 1 + ε) Aᵢ)
 
-    q, oᵢ     prompt, and the i-th of its G completions, the tool's replies included
-    π(oᵢₜ)    the probability of the t-th token, given q and the tokens before it, also those of the tool
-    mᵢₜ       1 where the policy sampled the token, stop tokens included; 0 where the tool wrote it
+    q, oᵢ     prompt, and the i-th of its G completions, the environment's replies included
+    π(oᵢₜ)    the probability of the t-th token, given q and the tokens before it, also those of the environment
+    mᵢₜ       1 where the policy sampled the token, stop tokens included; 0 where the environment wrote it
     rᵢₜ       π_θ(oᵢₜ) / π_old(oᵢₜ); π_old is the policy before the step's first update
     Aᵢ        (Rᵢ − mean R) / std R over the group, the same for every token of a completion
     wᵢₜ       min(π_old(oᵢₜ) / π_sampler(oᵢₜ), --sampler-weight-cap); π_sampler is π_old, but rounded to bfloat16
     ε         --clip-eps
 
-Compared with grpo.py, policy and tool take turns: where a call may end, tool_fn is asked, its reply is added, and the
-policy goes on, even after a stop token. Loss, entropy and means over tokens leave out the tool's tokens; lengths and
---max-completion-length count them. There is no KL term and no reference model.
+Compared with grpo.py, a completion has turns: where the policy ends one, the completion's Environment replies, and the
+policy goes on. Loss, entropy and means over tokens leave out the replies; --max-completion-length counts them. There
+is no KL term and no reference model.
 
-Departures from the papers are those of grpo.py. The tool is a calculator; Search-R1 uses a search engine.
+Departures from the papers are those of grpo.py. The environment is a calculator; that of Search-R1 is a search engine.
 
     python grpo_tools.py                                                                    # the settings TINY below
     python grpo_tools.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k:main     # those of Args, on 24 GB
 """
 
 import json
+import operator
 import os
 import re
 import shutil
@@ -64,7 +65,7 @@ HERE = Path(__file__).resolve().parent
 
 @dataclass
 class Args:
-    """Train a language model with GRPO to call tools."""
+    """Train a language model with GRPO in an environment, such as a tool."""
 
     # the algorithm
     group_size: int = 8
@@ -72,7 +73,7 @@ class Args:
     clip_eps: float = 0.2
     """epsilon in eq. 3; the paper does not give its value"""
     tool_tokens: int = 512
-    """maximum tokens of a tool's reply"""
+    """maximum tokens of a reply, or of each message in it"""
     sampler_weight_cap: float = 2.0
     """cap on the weight w of each token, which corrects for rounding differences between sampling and training"""
 
@@ -159,7 +160,7 @@ TINY = Args(
 )
 
 
-# The reward: edit any of the next three functions. Evaluations count is_correct as accuracy.
+# The task: edit Environment, and is_correct, which evaluations count as accuracy.
 
 
 def is_correct(completion, answer):
@@ -171,51 +172,38 @@ def is_correct(completion, answer):
     return value != "" and value == right_value and (unit == right_unit or "" in (unit, right_unit))
 
 
-def reward_fn(completion, answer):
-    """Return the reward of a completion: a number, or a dictionary of parts, such as {"correct": 1.0, "format": 0}."""
-    return float(is_correct(completion, answer))
+NUMBER = r"(\d{1,7}(?:\.\d{1,4})?)"
+CALCULATION = rf"(?:[.,] )?[ (]*{NUMBER} *([-+*]|/(?! *[0.]+ *=)) *{NUMBER}( *)="  # but no division by 0
+FORMULA = r"(?:\\[a-z]+|[-\d.,+*/^() =])*$"  # all at the end of a text that may be one formula: 2\times3 + 4 =
+OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 
 
-def score_completions(completions, rows):
-    """Return the reward of each completion, which may need all of them (a judge) or other columns of the rows."""
-    return [reward_fn(completion, row["answer"]) for completion, row in zip(completions, rows)]
+class Environment:
+    """What a completion meets, one instance each: edit this. It is a calculator, which writes 408 after 12 * 34 =."""
 
+    stop_strings = ["="]  # they end a turn of the policy, as the model's stop tokens do; there may be none: []
 
-NUMBER = r"(?:[0-9]{1,9}(?:,[0-9]{3}){0,4}(?:\.[0-9]{1,9})?|\.[0-9]{1,9})"
-OPERATION = r"(?:(\+)|([-−])|(\*|×|·|\\times|\\cdot)|(/|÷|\\div)(?![ $&\\]*[0.]+[ $&\\]*=))"  # not by 0
-GAP = r"[ $&\\]*"
-# An operation on two numbers at the end of a text, which is not part of a longer expression.
-CALL = r"(?<![-−\d.^a-z])(?<!\d,)(?<![\w)^][-+*/×·÷−])(?<![\w)^][ $&\\][-+*/×·÷−][ $&\\])(?<!times )(?<!cdot )(?<!div )"
-CALL += GAP.join([NUMBER, OPERATION, NUMBER, "=", "$"])
+    def __init__(self, row):
+        """Begin a completion. The row has the prompt, the answer and the dataset's other columns."""
+        self.row = row
 
+    def reply(self, text):
+        """Return what follows a turn with this text: another text, which may be "", or None to end the completion.
 
-def tool_fn(text):
-    """Return what a tool replies to this unfinished completion, a text or number; None if nothing was asked.
+        Or messages, [{"role": "tool", "content": "408"}]: the chat template writes them, and begins a new turn.
+        """
+        if "=" not in text:
+            return None  # the turn ended with a stop token
+        calculation = re.fullmatch(CALCULATION, re.search(FORMULA, text)[0])
+        if not calculation:
+            return ""
+        first, sign, second, blank = calculation.groups()
+        result = OPERATIONS[sign](float(first), float(second))
+        return f"{blank}{round(result, 4):.15g}"
 
-    It is asked after tokens whose text contains tool_fn.ends. Edit this calculator, or assign another tool.
-    """
-    call = re.search(CALL, text)
-    if call is None:
-        return None
-    a, b = [Fraction(number.replace(",", "")) for number in re.findall(NUMBER, call[0])]
-    result = [a + b, a - b, a * b, b and a / b][call.lastindex - 1]
-    reply = str(result)
-    if result.denominator > 1:
-        reply = str(round(float(result), 4))
-    if text.endswith(" ="):
-        reply = " " + reply
-    return reply
-
-
-tool_fn.ends = "="
-
-
-def ask_tool(tokenizer, ids, tool_tokens):
-    """Return the ids of the tool's reply to these ids, or []; <|end|> in a reply is text, and no stop token."""
-    reply = tool_fn(tokenizer.decode(ids))
-    if reply is None:
-        return []
-    return tokenizer(str(reply), add_special_tokens=False, split_special_tokens=True)["input_ids"][:tool_tokens]
+    def reward(self, completion):
+        """Return the reward of the text with its replies: a number, or parts, such as {"correct": 1.0, "format": 0}."""
+        return float(is_correct(completion, self.row["answer"]))
 
 
 def compute_advantages(rewards, group_size):
@@ -273,10 +261,10 @@ def policy_loss(
 
 
 # A batch is a dictionary of tensors with a row for each of B completions:
-#   ids                                    (B, L)  a prompt, its completion with the tool's replies, and padding
-#   completion_mask, tool_mask             (B, L)  1 at tokens that the policy sampled, or that the tool wrote; else 0
-#   sampler_logprobs, old_logprobs         (B, L)  log-probability of each token in completion_mask, 0 elsewhere
-#   advantages, total_lengths, truncated   (B,)    lengths with the prompt; truncated: without a stop token at the end
+#   ids                                    (B, L)  a prompt, its completion with the replies, and padding
+#   completion_mask                        (B, L)  1 at tokens that the policy sampled, 0 elsewhere
+#   sampler_logprobs, old_logprobs         (B, L)  log-probability of each token in the mask, 0 elsewhere
+#   advantages, total_lengths, truncated   (B,)    lengths with the prompt; truncated: up to --max-completion-length
 
 
 def main(args):
@@ -304,17 +292,14 @@ def main(args):
         start = (step - 1) * args.prompts_per_step
         rows = pick_rows(train_rows, start, args.prompts_per_step, args.seed)[RANK::WORLD_SIZE]
         rows = [row for row in rows for _ in range(args.group_size)]  # a row for each completion
-        batch, texts = sample_completions(sampler, tokenizer, rows, args.temperature, args)
-        scores = score_completions(texts, rows)
+        batch, texts, scores = sample_completions(sampler, tokenizer, rows, args.temperature, args)
         rewards, rollout_metrics = sum_parts(scores, "reward")
         groups = rewards.view(-1, args.group_size)
         rollout_metrics["reward/mean"] = (rewards.sum(), len(rows))
         rollout_metrics["reward/zero_std"] = ((groups.amin(1) == groups.amax(1)).sum(), len(groups))
-        rollout_metrics["rollout/length_mean"] = ((batch["completion_mask"] + batch["tool_mask"]).sum(), len(rows))
+        rollout_metrics["rollout/length_mean"] = (batch["completion_mask"].sum(), len(rows))
         rollout_metrics["rollout/truncated"] = (batch["truncated"].sum(), len(rows))
-        rollout_metrics["rollout/tool_tokens"] = (batch["tool_mask"].sum(), len(rows))
-        rollout_metrics["rollout/calls"] = ((batch["tool_mask"].diff() == 1).sum(), len(rows))  # replies that begin
-        rollout_metrics["rollout/tool_use"] = (batch["tool_mask"].any(1).sum(), len(rows))
+        rollout_metrics["rollout/turns"] = ((batch["completion_mask"].diff() == 1).sum(), len(rows))
         batch["advantages"] = compute_advantages(rewards, args.group_size).to(device)
         rollout_metrics["perf/rollout_seconds"] = (time.perf_counter() - step_start, 1)
 
@@ -363,7 +348,7 @@ def main(args):
             metrics |= evaluate(sampler, tokenizer, eval_rows, args)
         log_step(args, step, metrics)
         log_group(args, step, rows[0], texts[: args.group_size], scores[: args.group_size])
-        progress.set_postfix(reward=metrics["reward/mean"], tool_use=metrics["rollout/tool_use"])
+        progress.set_postfix(reward=metrics["reward/mean"])
         if step % args.save_every == 0 or step == args.num_steps:
             save(args, policy, optimizer, tokenizer, step)
 
@@ -371,7 +356,7 @@ def main(args):
 
 
 # ---- below: identical copies of what several scripts share, in the order of use
-# This script's own are only sample_completions, take_turns, find_call_ends.
+# This script's own are only evaluate, sample_completions, take_turns, find_last_tokens, encode_reply.
 
 LOGITS_AT_ONCE = 2**26  # at most, tokens times vocabulary: 256 MiB
 inner_bar = partial(tqdm, leave=False, delay=5)  # a progress bar that appears after five seconds
@@ -683,8 +668,8 @@ def evaluate(sampler, tokenizer, rows, args):
     if not rows:
         return {}
     rows = rows[RANK::WORLD_SIZE] or rows[:1]  # all ranks must reduce the same metrics
-    batch, texts = sample_completions(sampler, tokenizer, rows, 0.0, args)
-    rewards, metrics = sum_parts(score_completions(texts, rows), "eval/reward")
+    batch, texts, scores = sample_completions(sampler, tokenizer, rows, 0.0, args)
+    rewards, metrics = sum_parts(scores, "eval/reward")
     metrics["eval/reward"] = (rewards.sum(), len(rows))
     metrics["eval/truncated"] = (batch["truncated"].sum(), len(rows))
     if rows[0]["answer"] is not None:
@@ -694,64 +679,69 @@ def evaluate(sampler, tokenizer, rows, args):
 
 
 def sample_completions(sampler, tokenizer, rows, temperature, args):
-    """Sample one completion per row; return a batch (see above main) and texts. Adjacent equal prompts are faster."""
+    """Sample one completion per row, each with an Environment; return a batch (see above main), texts and scores."""
     stop_ids = sampler.generation_config.eos_token_id
     completions = take_turns(sampler, tokenizer, rows, temperature, args)
     length = args.max_prompt_length + args.max_completion_length  # L
-    sequences, texts = [], []
-    for row, (tokens, mask, logprobs) in zip(rows, completions):
-        before = [0] * len(row["prompt_ids"])
-        after = [0] * (length - len(before) - len(tokens))
+    sequences, texts, scores = [], [], []
+    for environment, ids, mask, logprobs, _ in completions:
+        before = [0] * (len(ids) - len(mask))
+        after = [0] * (length - len(ids))
         sequence = {
-            "ids": row["prompt_ids"] + tokens + after,
+            "ids": ids + after,
             "completion_mask": before + mask + after,
-            "tool_mask": before + [1 - value for value in mask] + after,
             "sampler_logprobs": before + logprobs + after,
-            "total_lengths": len(before) + len(tokens),
-            "truncated": tokens[-1] not in stop_ids or not mask[-1],
+            "total_lengths": len(ids),
+            "truncated": len(mask) == args.max_completion_length,
         }
         sequences.append(sequence)
-        texts.append(tokenizer.decode([token for token in tokens if token not in stop_ids]))
+        texts.append(tokenizer.decode([token for token in ids[len(before) :] if token not in stop_ids]))
+        scores.append(environment.reward(texts[-1]))
     batch = {}
     for name in sequences[0]:
         batch[name] = torch.tensor([sequence[name] for sequence in sequences], device=sampler.device)
-    return batch, texts
+    return batch, texts, scores
 
 
 def take_turns(sampler, tokenizer, rows, temperature, args):
-    """Let policy and tool write completions in turns; return lists (ids, mask, log-probabilities) for each row.
+    """Let policy and environments write in turns; return (environment, ids, mask, log-probabilities, _) of each row.
 
-    Each turn reads all tokens so far again. Mask and log-probabilities are 0 at the tool's tokens.
+    Ids are those of prompt and completion, the rest is of the completion, and 0 at the tokens of replies.
+    Each turn reads all tokens so far again.
     """
     stop_ids = sampler.generation_config.eos_token_id
-    call_ends = find_call_ends(tokenizer, tool_fn.ends)
-    completions = [([], [], []) for _ in rows]
-    unfinished = list(range(len(rows)))
-    while unfinished:
-        room = {i: args.max_completion_length - len(completions[i][0]) for i in unfinished}
-        # The turn ends when one of its completions has no room left. Those with little room wait, or it would be short.
-        enough = max(room.values()) / 2
-        turn = [i for i in unfinished if room[i] >= enough][: args.rollout_batch_size]
-        limit = min(room[i] for i in turn)
-        prompts = [rows[i]["prompt_ids"] + completions[i][0] for i in turn]
-        samples = generate(sampler, prompts, limit, temperature, stop_ids + call_ends)
-        for i, (tokens, token_logprobs) in zip(turn, samples):
-            ids, mask, logprobs = completions[i]
-            reply = []
-            if tokens[-1] in call_ends:
-                reply = ask_tool(tokenizer, ids + tokens, args.tool_tokens)[: room[i] - len(tokens)]
-            ids += tokens + reply
-            mask += [1] * len(tokens) + [0] * len(reply)
-            logprobs += token_logprobs + [0.0] * len(reply)
-            if len(ids) == args.max_completion_length or (tokens[-1] in stop_ids and not reply):
-                unfinished.remove(i)
+    pause_ids = stop_ids + find_last_tokens(tokenizer, tuple(Environment.stop_strings))
+    completions = [(Environment(row), list(row["prompt_ids"]), [], [], []) for row in rows]
+    room = [args.max_completion_length] * len(rows)  # tokens that each completion may still get
+    while any(room):
+        # Sampling ends when a completion has no room left. Those with little room wait, or it would end too soon.
+        active = [i for i, left in enumerate(room) if left >= max(room) / 2][: args.rollout_batch_size]
+        prompts = [completions[i][1] for i in active]
+        samples = generate(sampler, prompts, min(room[i] for i in active), temperature, pause_ids)
+        for i, (tokens, token_logprobs) in zip(active, samples):
+            environment, ids, mask, logprobs, turn = completions[i]
+            turn += tokens
+            text = tokenizer.decode([token for token in turn if token not in stop_ids])
+            reply = ""
+            if tokens[-1] in stop_ids or any(string in text for string in Environment.stop_strings):
+                reply = environment.reply(text)
+                turn.clear()
+            room[i] -= len(tokens)
+            reply_ids = encode_reply(tokenizer, reply, tokens[-1], args.tool_tokens)[: room[i]]
+            room[i] -= len(reply_ids)
+            if reply is None:
+                room[i] = 0
+            ids += tokens + reply_ids
+            mask += [1] * len(tokens) + [0] * len(reply_ids)
+            logprobs += token_logprobs + [0.0] * len(reply_ids)
     return completions
 
 
 @cache
-def find_call_ends(tokenizer, ends):
-    """Find the ids of all tokens whose text contains what ends a call."""
-    return [token for token in tokenizer.get_vocab().values() if ends in tokenizer.decode(token)]
+def find_last_tokens(tokenizer, stop_strings):
+    """Find the ids of all tokens in which one of these strings may end: their text has its last character."""
+    ends = {string[-1] for string in stop_strings}
+    return [token for token in tokenizer.get_vocab().values() if ends & set(tokenizer.decode(token))]
 
 
 @torch.no_grad()
@@ -808,6 +798,19 @@ def sample_tokens(logits, temperature):
     place = torch.multinomial(blocks.take_along_dim(block.unsqueeze(2), 1).squeeze(1), 1)  # (A, 1), in the block
     tokens = 128 * block + place
     return tokens.squeeze(1), probabilities.gather(1, tokens).squeeze(1).log()
+
+
+def encode_reply(tokenizer, reply, last_id, tool_tokens):
+    """Return the ids of a text, in which <|end|> is no stop token, or of messages in the form of the chat template."""
+    if not isinstance(reply, list):
+        return tokenizer.encode(reply or "", add_special_tokens=False, split_special_tokens=True)[:tool_tokens]
+    chat = [{"role": "user", "content": "QUESTION"}, {"role": "assistant", "content": "ANSWER"}]
+    for message in reply:
+        content = encode_reply(tokenizer, message["content"], last_id, tool_tokens)
+        chat.append(message | {"content": tokenizer.decode(content)})
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True).partition("ANSWER")[2]
+    stop_token = tokenizer.decode(last_id)  # the policy has written it, if no stop string interrupted its turn
+    return tokenizer.encode(text.removeprefix(stop_token), add_special_tokens=False)
 
 
 def sum_parts(scores, name):
