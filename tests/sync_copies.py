@@ -25,13 +25,13 @@ SHARED = {
     without(ALL, "reward_model", "gkd"): "Policy head_logprobs",
     SAMPLING: """is_correct k3 VALUE UNIT parse_answer extract_answer read_braces load_rows read_rows load_sampler
         generate prefill sample_tokens copy_weights""",
-    without(SAMPLING, "ppo_rlhf", "gkd"): "reward_fn score_completions evaluate sum_parts",
+    without(SAMPLING, "ppo_rlhf", "gkd"): "sum_parts",
+    without(SAMPLING, "ppo_rlhf", "gkd", "grpo_tools"): "reward_fn score_completions evaluate",
     without(SAMPLING, "grpo_tools"): "sample_completions",
     without(SAMPLING, "gkd"): "log_group",
     without(SAMPLING, "gkd", "reinforce", "ppo_rlhf"): "add_logprobs check_args",
     ("dpo", "reward_model", "sft"): "check_args as_messages encode_chat",
     ("dpo", "reward_model"): "load_rows read_rows find_chat parse_dialogue make_batch",
-    ("grpo_process", "grpo_tools"): "NUMBER GAP",
 }
 # [(name, the scripts in which it is identical)]
 SHARED = [(name, scripts) for scripts, names in SHARED.items() for name in names.split()]

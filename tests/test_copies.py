@@ -102,10 +102,9 @@ def order_of_use(script):
             for callee in names_used(sources[name], sources):
                 visit(callee)
 
-    if "score_completions" in sources:
-        visit("score_completions")
-    visit("parse_args")
-    visit("main")
+    for name in ("score_completions", "Environment", "parse_args", "main"):
+        if name in sources:
+            visit(name)
     return order
 
 

@@ -5,7 +5,7 @@
     python tools/evaluate.py --script my_reward.py --model path/to/model
 
 The tool reads rows, samples and scores with the functions of a script: --script, by default grpo.py, or a file of yours
-with is_correct, reward_fn or score_completions. It takes all flags of the script, with the same defaults; for a
+with is_correct, reward_fn, score_completions or Environment. It takes all flags of the script, with the same defaults; for a
 checkpoint of a run, the settings of the run are the defaults, so that its greedy accuracy is the run's eval/accuracy.
 The data set of a run of another script is not taken over, as it may have no answers.
 
@@ -34,20 +34,21 @@ from transformers import AutoTokenizer
 
 
 def import_script(name):
-    """Import a script by its name or path. A file without load_rows gives its functions for rewards to grpo.py."""
+    """Import a script by its name or path. A file without load_rows gives what it has to grpo.py or grpo_tools.py."""
     path = Path(name)
     if path.suffix == ".py":
         sys.path.insert(0, str(path.resolve().parent))
     script = importlib.import_module(path.stem)
     if hasattr(script, "load_rows"):
         return script
-    grpo = importlib.import_module("grpo")
-    own = [function for function in ("is_correct", "reward_fn", "score_completions") if hasattr(script, function)]
+    base = importlib.import_module("grpo_tools" if hasattr(script, "Environment") else "grpo")
+    edited = ("is_correct", "reward_fn", "score_completions", "Environment")
+    own = [function for function in edited if hasattr(script, function)]
     if not own:
-        raise SystemExit(f"{name} has no is_correct, reward_fn or score_completions")
+        raise SystemExit(f"{name} has no {', '.join(edited)}")
     for function in own:
-        setattr(grpo, function, getattr(script, function))
-    return grpo
+        setattr(base, function, getattr(script, function))
+    return base
 
 
 def make_parser(description):
@@ -102,14 +103,14 @@ def new_path(path, kind):
 
 
 def complete(script, sampler, tokenizer, rows, count, temperature, args):
-    """Yield batches: a row for each completion (count per prompt), the texts, and whether each was cut off."""
+    """Yield rows, one for each completion (count per prompt), texts, whether each was cut off, and scores (or None)."""
     size = max(1, args.rollout_batch_size // count)  # prompts at once
     with tqdm(total=len(rows) * count, unit="completion") as progress:
         for start in range(0, len(rows), size):
             part = [row for row in rows[start : start + size] for _ in range(count)]
-            batch, texts = script.sample_completions(sampler, tokenizer, part, temperature, args)
+            batch, texts, *rest = script.sample_completions(sampler, tokenizer, part, temperature, args)
             progress.update(len(part))
-            yield part, texts, batch["truncated"].tolist()
+            yield part, texts, batch["truncated"].tolist(), rest[0] if rest else None
 
 
 def pass_at_k(num_samples, num_correct, k):
@@ -120,7 +121,7 @@ def pass_at_k(num_samples, num_correct, k):
 def evaluate(script, sampler, tokenizer, rows, count, temperature, args, file):
     """Return how many of the completions of each prompt are correct, and write them all to a file."""
     correct = []
-    for part, texts, truncated in complete(script, sampler, tokenizer, rows, count, temperature, args):
+    for part, texts, truncated, _ in complete(script, sampler, tokenizer, rows, count, temperature, args):
         for row, text, cut_off in zip(part, texts, truncated):
             correct.append(script.is_correct(text, row["answer"]))
             line = {"prompt": row["prompt"], "answer": row["answer"], "temperature": temperature}

@@ -23,7 +23,7 @@ import matplotlib.pyplot as plt
 
 PANELS = """eval/accuracy eval/pair_accuracy eval/loss eval/score eval/reward eval/pair_chosen_log_ratio
     eval/pair_rejected_log_ratio reward/mean reward/zero_std score/mean loss/nll loss/preference rollout/length_mean
-    rollout/tool_use policy/entropy policy/ref_kl policy/approx_kl policy/clip_fraction_low
+    rollout/turns policy/entropy policy/ref_kl policy/approx_kl policy/clip_fraction_low
     policy/clip_fraction_high policy/cap_fraction value/explained_variance optim/grad_norm""".split()
 NOT_LEARNING = ("seed", "run_dir", "resume", "track", "save_every")
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # Okabe and Ito's

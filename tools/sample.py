@@ -78,15 +78,19 @@ def main(parsed):
     given, script, args = parsed
     sampler, tokenizer = load_model(script, args)
     if given.prompt:
-        rows = script.read_rows(Dataset.from_dict({"prompt": given.prompt}), args, tokenizer)
+        answers = [""] * len(given.prompt)  # which are never right
+        rows = script.read_rows(Dataset.from_dict({"prompt": given.prompt, "answer": answers}), args, tokenizer)
     else:
         rows = load_split(script, args, tokenizer, given.split)[: given.num_prompts]
     count = given.num_samples if args.temperature else 1  # greedy completions would all be the same
     lot, kept, rewards, cut_off = random.Random(args.seed), [], [], []
     path = new_path(given.out, "samples")
     with open(f"{path}.unfinished", "w") as file:
-        for part, texts, truncated in complete(script, sampler, tokenizer, rows, count, args.temperature, args):
-            scores = [None] * len(part) if given.prompt else script.score_completions(texts, part)
+        for part, texts, truncated, scores in complete(script, sampler, tokenizer, rows, count, args.temperature, args):
+            if given.prompt:
+                scores = [None] * len(part)
+            elif scores is None:
+                scores = script.score_completions(texts, part)
             scores = [sum(score.values()) if isinstance(score, dict) else score for score in scores]
             rewards += scores
             cut_off += truncated

@@ -12,6 +12,7 @@ from toy import FORMS, ROOT, TINY, make_folder, make_tokenizer, parse, read_json
 
 import dpo
 import grpo
+import grpo_tools
 import sft
 
 TRAIN = read_jsonl(ROOT / "data/addition/train.jsonl")
@@ -21,13 +22,21 @@ import grpo
 def reward_fn(completion, answer):
     return {"right": grpo.is_correct(completion, answer), "short": len(completion) / 100}
 """
+ENVIRONMENT = """
+import grpo_tools
+
+class Environment(grpo_tools.Environment):
+    def reward(self, completion):
+        return {"right": super().reward(completion), "short": len(completion) / 100}
+"""
 
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(grpo, "reward_fn", grpo.reward_fn)  # --script may replace it
+    monkeypatch.setattr(grpo, "reward_fn", grpo.reward_fn)  # --script may replace these
+    monkeypatch.setattr(grpo_tools, "Environment", grpo_tools.Environment)
 
 
 def run(*flags):
@@ -50,9 +59,10 @@ def test_kept_and_printed_rewards_are_those_of_the_rule(capsys):
     assert shown.endswith(f"48 completions, 0 of them cut off\nmean reward {sum(right) / 48:.3f}\n")
 
 
-def test_a_reward_of_ones_own_in_parts_counts_as_their_sum(tmp_path):
-    (tmp_path / "my_parts.py").write_text(PARTS)
-    rows = run("--script", "my_parts.py", "--split", "train", "--num-prompts", 8)
+@pytest.mark.parametrize("name, text", [("my_parts", PARTS), ("my_environment", ENVIRONMENT)])
+def test_a_reward_of_ones_own_in_parts_counts_as_their_sum(name, text):
+    Path(f"{name}.py").write_text(text)
+    rows = run("--script", f"{name}.py", "--split", "train", "--num-prompts", 8)
     for row, source in zip(rows, [row for row in TRAIN[:8] for _ in range(4)]):
         right = grpo.is_correct(row["completion"], source["answer"])
         assert row["reward"] == right + len(row["completion"]) / 100
