@@ -14,8 +14,10 @@ import pytest
 import torch
 from processes import logged
 from safetensors import safe_open
+from sync_copies import SAMPLING
+from test_forks_more import folder, make  # noqa: F401, a fixture
 from torch.distributed.fsdp import fully_shard
-from toy import ROOT, SCRIPTS, parse, short
+from toy import EVERY, ROOT, parse, short
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo
@@ -24,8 +26,8 @@ sys.path.append(str(ROOT / "examples"))
 import vllm_rollout
 
 CPU = torch.device("cpu")
-NAMES = ("load_sampler", "copy_weights", "generate", "dist")
-OWN = {script: {name: getattr(script, name) for name in NAMES} for script in SCRIPTS.values()}
+NAMES = ("load_sampler", "copy_weights", "sample_completions", "generate", "dist")
+OWN = {EVERY[script]: {name: getattr(EVERY[script], name) for name in NAMES} for script in SAMPLING}
 PROMPTS = ["59+4+94+97=", "1+2=", "1+2=", "30+40+50=", "7+8=", "99+98="]
 WHY = "vllm is not installed (docs/vllm.md)"
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason=WHY)
@@ -46,13 +48,12 @@ class Engine:
         with torch.no_grad():
             for weight in self.model.parameters():
                 weight.uniform_(-1e-3, 1e-3)  # vLLM's random weights
-        self.awake, self.fresh, self.events = {"weights", "kv_cache"}, False, []
+        self.awake, self.fresh, self.events = {"weights", "kv_cache"}, True, []
         self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=self.shutdown))
 
     def wake_up(self, tags):
         if not self.awake.issuperset(tags):
             self.awake.update(tags)
-            self.fresh = False
             self.events.append(f"wake {' '.join(tags)}")
 
     def sleep(self, level):
@@ -63,7 +64,8 @@ class Engine:
     def collective_rpc(self, method, kwargs):
         assert method == "reload_weights" and "weights" in self.awake
         weights = dict(kwargs["weights_iterator"])
-        assert set(weights) == self.names and not any(hasattr(weight, "full_tensor") for weight in weights.values())
+        assert set(weights) - {*self.model.all_tied_weights_keys} == self.names
+        assert not any(hasattr(weight, "full_tensor") for weight in weights.values())
         for name, weight in weights.items():
             if name != self.stale:
                 self.model.get_parameter(name).data.copy_(weight)
@@ -218,17 +220,22 @@ def test_ranks_have_an_engine_each_on_their_own_gpu(monkeypatch):
     assert rollouts.sampler.engine.settings["distributed_executor_backend"] == "external_launcher"
 
 
-@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+@pytest.mark.parametrize("name", [*SAMPLING, "lora"])
 @pytest.mark.usefixtures("fake")
-def test_every_script_trains_with_it(script, tmp_path):
+def test_every_script_trains_with_it(name, folder, tmp_path):  # noqa: F811
     """The engine gets weights at the start, before each rollout and before each evaluation, and sleeps between."""
-    args = short(script, tmp_path, num_steps=2, eval_every=1, eval_prompts=2, max_completion_length=12)
+    script = EVERY.get(name) or make(folder, name)
+    sizes = {"num_steps": 2, "eval_every": 1, "eval_prompts": 2, "max_completion_length": 48, "group_size": 8}
+    args = short(script, tmp_path, **sizes)
     sampler = vllm_rollout.Sampler(script, 0.4)
     script.main(args)
     events = " ".join(sampler.engine.events)
-    assert re.fullmatch(r"push generate sleep (wake weights (push )?wake kv_cache generate sleep )+shutdown", events)
+    assert re.fullmatch("push generate sleep (wake weights (push )?wake kv_cache (generate )+sleep )+shutdown", events)
     assert events.count("push") == 5 and not torch.distributed.is_initialized()
-    assert all(line.get("policy/sampler_kl", 0) < 1e-9 for line in logged(tmp_path / "run"))
+    assert events.count("wake weights wake kv_cache") == 1 + (name == "ppo_rlhf")  # before training
+    assert (events.count("generate") > events.count("sleep")) == (name == "grpo_tools")  # several turns
+    found = [line["policy/sampler_kl"] for line in logged(tmp_path / "run") if "policy/sampler_kl" in line]
+    assert max(found) < 1e-9  # without a reward that differs in a group, a step has none
 
 
 @pytest.mark.parametrize("stale", ["embed_tokens", "layers.1.mlp.down_proj", "norm"])
@@ -242,20 +249,20 @@ def test_weights_that_do_not_arrive_end_the_run(stale, monkeypatch):
 def test_the_flag_of_the_example_is_not_one_of_the_script(monkeypatch):
     given = []
     monkeypatch.setattr(vllm_rollout, "Sampler", lambda script, share: given.append((script, share)))
-    monkeypatch.setattr(SCRIPTS["dapo"], "main", lambda args: given.append(args.num_steps))
+    monkeypatch.setattr(EVERY["dapo"], "main", lambda args: given.append(args.num_steps))
     monkeypatch.setattr(sys, "argv", ["vllm_rollout.py", "dapo", "--gpu-memory", "0.25", "--num-steps", "3"])
     vllm_rollout.main()
-    assert given == [(SCRIPTS["dapo"], 0.25), 3]
+    assert given == [(EVERY["dapo"], 0.25), 3]
 
 
 # ---- whole runs with vLLM
 
 
-def run_example(folder, *flags, before=""):
+def run_example(cwd, *flags, before=""):
     """Run the example in a process of its own, after a line about it; return its status and what it printed."""
     code = f"import sys; sys.path.insert(0, {str(ROOT / 'examples')!r})\nimport vllm_rollout\n{before}\n"
     command = [sys.executable, "-c", code + "vllm_rollout.main()", *flags]
-    done = subprocess.run(command, cwd=folder, text=True, capture_output=True, timeout=900)
+    done = subprocess.run(command, cwd=cwd, text=True, capture_output=True, timeout=900)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -268,12 +275,14 @@ def test_a_tied_head_that_is_left_as_it_was_ends_the_run(tmp_path):
 
 
 @needs_vllm
-def test_a_resumed_run_with_vllm_is_the_uninterrupted_one(tmp_path):
+@pytest.mark.parametrize("name", ["grpo", "grpo_tools", "gkd", "ppo_rlhf"])
+def test_a_resumed_run_with_vllm_is_the_uninterrupted_one(name, tmp_path):
     """Real processes, whose ends are clean."""
-    flags = "--prompts-per-step 4 --minibatch-size 32 --eval-prompts 8 --eval-every 1 --save-every 1".split()
+    flags = [f"--prompts-per-step={4 if name.startswith('grpo') else 32}", "--eval-prompts=8", "--eval-every=1"]
+    flags += ["--save-every=1"] + ["--minibatch-size=32"] * (name != "gkd")
     for given in (["--num-steps=2", "--run-dir=whole"], ["--num-steps=1", "--run-dir=parts"]):
-        status, said = run_example(tmp_path, *flags, *given)
+        status, said = run_example(tmp_path, name, *flags, *given)
         assert status == 0 and "Traceback" not in said, said
-    status, said = run_example(tmp_path, "--resume", "parts", "--num-steps", "2")
+    status, said = run_example(tmp_path, name, "--resume", "parts", "--num-steps", "2")
     assert status == 0 and "Traceback" not in said, said
     assert logged(tmp_path / "whole") == logged(tmp_path / "parts")

@@ -1,12 +1,12 @@
 """Sample with vLLM instead of a script's own loop; each rank has an engine in its process, on its own GPU.
 
     python examples/vllm_rollout.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k:main
-    python examples/vllm_rollout.py dapo --model ...     (or reinforce, dr_grpo, gspo, cispo, grpo_process)
+    python examples/vllm_rollout.py ppo_rlhf --model ...     (or another script that samples, or a fork of one)
     torchrun --nproc-per-node 8 examples/vllm_rollout.py --model ...
 
 It takes the script's flags and --gpu-memory, the share of a GPU that the engine may have while it samples (0.4). It
-replaces three functions of the script: load_sampler, copy_weights and generate. The engine gets the policy's weights
-before each rollout and each evaluation, and sleeps during the update. docs/vllm.md says how to install vLLM.
+replaces load_sampler, copy_weights and generate of the script, and lets the engine sleep while nothing is sampled.
+docs/vllm.md says how to install vLLM.
 """
 
 import argparse
@@ -34,17 +34,15 @@ class Sampler:
     """A vLLM engine, in place of the model with which a script samples."""
 
     def __init__(self, script, gpu_memory):
-        self.script, self.gpu_memory = script, gpu_memory
-        for name in ("load_sampler", "copy_weights", "generate"):
+        self.script, self.gpu_memory, self.script_samples = script, gpu_memory, script.sample_completions
+        for name in ("load_sampler", "copy_weights", "sample_completions", "generate"):
             setattr(script, name, getattr(self, name))
 
     def load_sampler(self, args, tokenizer, device):
         """Start an engine, which joins the script's process group, and give it the weights of the folder."""
-        from vllm import LLM
-
+        self.vllm = importlib.import_module("vllm")  # after the script has set up its ranks
         self.dtype = getattr(torch, args.precision)
-        on_gpu = torch.cuda.is_available()
-        self.engine = LLM(
+        self.engine = self.vllm.LLM(
             args.model,
             load_format="dummy",  # random weights, so that check finds those that do not arrive
             dtype=args.precision,
@@ -52,8 +50,8 @@ class Sampler:
             logprobs_mode="processed_logprobs",  # after the temperature
             hf_overrides={"head_dtype": "float32"},  # as in the policy
             gpu_memory_utilization=self.gpu_memory,
-            enable_sleep_mode=on_gpu,
-            enforce_eager=not on_gpu,  # on a CPU, compiling takes longer than it saves
+            enable_sleep_mode=torch.cuda.is_available(),
+            enforce_eager=not torch.cuda.is_available(),  # on a CPU, compiling takes longer than it saves
             # With torchrun, each engine takes its rank's GPU; without this, all would take the first.
             distributed_executor_backend="external_launcher" if "RANK" in os.environ else None,
         )
@@ -61,6 +59,7 @@ class Sampler:
         self.device, self.generation_config = device, model.generation_config
         self.copy_weights(SimpleNamespace(model=model), self)
         self.check(model, tokenizer.encode("1 + 1 ="), min(16, args.max_completion_length))
+        self.engine.sleep(level=1)
         # At its end, main destroys the process group, in which the engine has its own: let the engine do it.
         shutdown = self.engine.llm_engine.engine_core.shutdown
         self.script.dist = SimpleNamespace(**vars(dist) | {"destroy_process_group": shutdown})
@@ -69,12 +68,10 @@ class Sampler:
     @torch.no_grad()
     def check(self, model, prompt, length):
         """Exit if the engine's log-probabilities are not the model's: these are rounded, others far from them."""
-        differences = []
-        for tokens, logprobs in self.generate(self, [prompt] * 8, length, 1.0, []):
-            logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-            expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1)
-            differences.append((expected - torch.tensor(logprobs)).abs().mean())
-        difference = torch.stack(differences).mean()
+        tokens, logprobs = zip(*self.generate(self, [prompt] * 8, length, 1.0, []))
+        logits = model(torch.tensor([prompt + ids for ids in tokens])).logits[:, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(2, torch.tensor(tokens).unsqueeze(2)).squeeze(2)
+        difference = (expected - torch.tensor(logprobs)).abs().mean()
         if not difference < 0.1:
             raise SystemExit(f"vLLM computes this model differently: log-probabilities are off by {difference:.2g}")
 
@@ -83,33 +80,38 @@ class Sampler:
         """Give the engine the weights of the policy."""
         torch.cuda.empty_cache()  # memory that torch keeps for later is not free for the engine
         self.engine.wake_up(["weights"])  # which does nothing if they are awake
+        model, named_weights = policy.model, policy.model.named_parameters()
+        if hasattr(model, "get_base_model"):  # with the adapters of docs/forks/lora.md
+            model, named_weights = model.get_base_model(), self.script.merge_weights(policy)
         weights = {}
-        for name, weight in policy.model.named_parameters():
+        for name, weight in named_weights:
             if isinstance(weight, DTensor):
                 weight = weight.full_tensor()
             weights[name] = weight.detach().to(self.dtype)
-        weights = revert_weight_conversion(policy.model, weights)  # to the names in checkpoints, as in save_pretrained
+        weights = revert_weight_conversion(model, weights)  # to the names in checkpoints, as in save_pretrained
         self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
         self.engine.apply_model(pack_head)
+        self.engine.reset_prefix_cache()
 
-    def generate(self, _sampler, prompts, max_completion_length, temperature, stop_ids):
-        """Sample one completion per prompt, up to and including the first stop id, as a script's generate does."""
-        from vllm import SamplingParams
-
-        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
-        options = {"temperature": temperature, "max_tokens": max_completion_length, "stop_token_ids": list(stop_ids)}
-        options |= {"ignore_eos": True, "logprobs": 0, "detokenize": False}  # 0: of the sampled token alone
-        first_seed = torch.randint(2**31, ()).item()  # the script seeds torch with its seed, the step and the rank
-        sampling = [SamplingParams(seed=first_seed + number, **options) for number in range(len(requests))]
+    def sample_completions(self, *inputs):
+        """Sample as the script does, perhaps in several turns. The engine sleeps before and afterwards."""
         torch.cuda.empty_cache()
         self.engine.wake_up(["weights"])
         self.engine.wake_up(["kv_cache"])
-        self.engine.reset_prefix_cache()
-        with torch.random.fork_rng():  # the engine draws from torch's generators, too
-            outputs = self.engine.generate(requests, sampling, use_tqdm=False)
+        found = self.script_samples(*inputs)
         self.engine.sleep(level=1)
+        return found
+
+    def generate(self, _sampler, prompts, max_completion_length, temperature, stop_ids):
+        """Sample one completion per prompt, up to and including the first stop id, as a script's generate does."""
+        options = {"temperature": temperature, "max_tokens": max_completion_length, "stop_token_ids": list(stop_ids)}
+        options |= {"ignore_eos": True, "logprobs": 0, "detokenize": False}  # 0: of the sampled token alone
+        first_seed = torch.randint(2**31, ()).item()  # the script seeds torch with its seed, the step and the rank
+        sampling = [self.vllm.SamplingParams(seed=first_seed + number, **options) for number in range(len(prompts))]
+        with torch.random.fork_rng():  # the engine draws from torch's generators, too
+            requests = self.engine.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
         completions = []
-        for request in outputs:
+        for request in requests:
             [output] = request.outputs
             logprobs = [found[token].logprob for token, found in zip(output.token_ids, output.logprobs)]
             completions.append((list(output.token_ids), logprobs))
@@ -124,10 +126,8 @@ def pack_head(model):
 
 
 def main():
-    name = "grpo"
-    if len(sys.argv) > 1 and not sys.argv[1].startswith("-"):
-        name = sys.argv.pop(1)
-    script = importlib.import_module(name)
+    named = len(sys.argv) > 1 and not sys.argv[1].startswith("-")
+    script = importlib.import_module(sys.argv.pop(1) if named else "grpo")
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--gpu-memory", type=float, default=0.4)
     own, sys.argv[1:] = parser.parse_known_args()
