@@ -4,7 +4,7 @@ import dataclasses
 import importlib
 import re
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 
 import pytest
 from records import read_records, spread
@@ -182,31 +182,6 @@ def test_results_of_forks_are_those_of_their_runs(name):
     rewards = spread([fmean(list(metrics["reward/mean"].values())[-5:]) for metrics in own])
     accuracies = spread([metrics["eval/accuracy"]["30"] for metrics in own])
     assert f"| {rewards} | {accuracies} |" in PAGES[f"docs/forks/{name}.md"]
-
-
-def test_results_of_lora_on_smollm2_are_those_of_its_run():
-    """The page has the accuracies by step of the adapter, and of full training with the same seed."""
-    results = ROOT / "benchmark" / "results"
-    full = read_records(results / "real_model.jsonl")["instructions_bfloat16", 1]
-    adapter = read_records(results / "forks.jsonl")["my_lora_smollm2", 1]
-    for record in (full, adapter):
-        accuracies = record["metrics"]["eval/accuracy"].values()
-        assert " | ".join(f"{accuracy:.3f}" for accuracy in accuracies) in PAGES["docs/forks/lora.md"]
-
-
-def test_seconds_of_async_are_those_of_its_runs():
-    """The page has medians of three runs with a slow sampler: seconds of a rollout and of a step, after the first."""
-    records = read_records(ROOT / "benchmark" / "results" / "forks.jsonl")
-
-    def seconds(name, part):
-        runs = [records[f"{name}_sleep_{i}", 1]["metrics"][f"perf/{part}_seconds"] for i in (1, 2, 3)]
-        return median(fmean([*run.values()][1:]) for run in runs)
-
-    rollout, step = seconds("grpo", "rollout"), seconds("grpo", "step")
-    page = PAGES["docs/forks/async.md"]
-    assert f"| `grpo.py` | {rollout:.1f} | {step - rollout:.1f} | {step:.1f} |" in page
-    rollout, step = seconds("my_async", "rollout"), seconds("my_async", "step")
-    assert f"| `my_async.py` | {rollout:.1f} | | {step:.1f} |" in page
 
 
 def test_results_of_ptx_are_those_of_its_runs():
