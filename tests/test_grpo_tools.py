@@ -193,8 +193,8 @@ def test_turns(replies, scripts, expected, calls, monkeypatch):
 
     made = use(monkeypatch, reply_to=reply_to)
     scripts = [tokenizer.encode(text.replace("E", END), add_special_tokens=False) for text in scripts.split(", ")]
-    settings = {"max_completion_length": 12, "tool_tokens": 3}
-    batch, *_, spelled, found_calls = play(monkeypatch, tokenizer, STOP, *scripts, **settings)
+    sizes = {"max_completion_length": 12, "tool_tokens": 3}
+    batch, *_, spelled, found_calls = play(monkeypatch, tokenizer, STOP, *scripts, **sizes)
     found = [text.replace(END, "E") + "…" * truncated for text, truncated in zip(spelled, batch["truncated"])]
     assert ", ".join(found) == expected and " ".join(found_calls) == calls
     for text, environment in zip(found, made):  # a turn may be sampled in parts, and only whole ones are shown
@@ -207,37 +207,35 @@ QWEN = """{% for m in messages %}{% if m.role == 'tool' %}
 {{- '\n</tool_response>' }}{% if loop.last or loop.nextitem.role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}
 {% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+TOKENIZER = make_tokenizer(FORMS["chatml"][0], QWEN)
+TOKENIZER.add_tokens(["</sear", ">.", '>"'])
+TURN_END = grpo_tools.find_turn_end(TOKENIZER)
 
 
 @pytest.fixture
 def chat(monkeypatch):
     """Let an environment meet a policy that writes a text, or these ids, with a Qwen-style template."""
-    tokenizer = make_tokenizer(FORMS["chatml"][0], QWEN)
-    tokenizer.add_tokens(["</sear", ">.", '>"'])
 
     def chat(environment, written, **settings):
         made = use(monkeypatch, environment)
-        ids = tokenizer.encode(written) if isinstance(written, str) else written
-        stop_id, settings = grpo_tools.find_turn_end(tokenizer), {"max_completion_length": 900} | settings
-        batch, _, [score], [spelled], _ = play(monkeypatch, tokenizer, stop_id, ids, **settings)
+        ids = TOKENIZER.encode(written) if isinstance(written, str) else written
+        settings["max_completion_length"] = 900
+        batch, _, [score], [spelled], _ = play(monkeypatch, TOKENIZER, TURN_END, ids, **settings)
         return SimpleNamespace(batch=batch, score=score, spelled=spelled, turns_seen=made[0].turns_seen)
 
-    chat.tokenizer = tokenizer
     return chat
 
 
 @pytest.mark.parametrize("end", ["</sear c h >", "< / s e a r c h >", "< / s e a r c h >.", '</sear c h >"'])
-def test_a_search_ends_in_any_tokens(end, chat):
-    written, ids = "a > b, <b> <search>capital of Australia", chat.tokenizer.convert_tokens_to_ids
-    script = (
-        chat.tokenizer.encode(written) + ids(end.split()) + chat.tokenizer.encode("I see.<answer>Canberra</answer>no")
-    )
-    found = chat(SEARCH, script, row={"answer": "Canberra"})
-    turn = written + end.replace(" ", "")
-    reply = "\n\n<information>Canberra is the capital of Australia.</information>\n\n"
-    assert found.spelled == f"{turn}«{reply}»I see.<answer>Canberra</answer>" and found.score == 1.0
-    assert found.turns_seen == [(turn, reply), ("I see.<answer>Canberra</answer>", None)]
-    assert not found.batch["truncated"].any()
+def test_a_search_ends_in_any_tokens_and_a_page_has_no_stop_token(end, chat, monkeypatch):
+    page = "In Australia, <|im_end|> is text."
+    monkeypatch.setitem(SEARCH.reply.__globals__, "PAGES", ["Oslo.", page, "Paris."])
+    query, answer = "a > b, <b> <search>capital of Australia", "I see.<answer>Canberra</answer>"
+    ids = TOKENIZER.encode(query) + TOKENIZER.convert_tokens_to_ids(end.split())
+    found = chat(SEARCH, ids + TOKENIZER.encode(answer + "no"), row={"answer": "Canberra"})
+    turn, reply = query + end.replace(" ", ""), f"\n\n<information>{page}</information>\n\n"
+    assert found.spelled == f"{turn}«{reply}»{answer}" and found.score == 1.0 and TURN_END not in found.batch["ids"]
+    assert found.turns_seen == [(turn, reply), (answer, None)] and not found.batch["truncated"].any()
 
 
 def test_calls_are_answered_in_the_form_of_the_chat_template(chat):
@@ -250,7 +248,7 @@ def test_calls_are_answered_in_the_form_of_the_chat_template(chat):
     for turn, replies in zip(turns, [["408"], [error], ["408", "408"], []]):
         messages.append({"role": "assistant", "content": turn})
         messages += [{"role": "tool", "content": reply} for reply in replies]
-    whole = chat.tokenizer.apply_chat_template(messages, tokenize=False).partition("assistant\n")[2]
+    whole = TOKENIZER.apply_chat_template(messages, tokenize=False).partition("assistant\n")[2]
     assert re.sub("[«»]", "", found.spelled) == whole.removesuffix("\n") and error.startswith("JSONDecodeError")
     assert [text for text, _ in found.turns_seen] == turns and found.score == 1.0
     sampled = re.sub("«.*?»", "", found.spelled, flags=re.DOTALL)
@@ -265,13 +263,6 @@ def test_a_message_is_cut_and_still_ends(stop_strings, end, chat, monkeypatch):
     found = chat(FUNCTIONS, f"<tool_call></tool_call>{'' if end else '<|im_end|>'}46<|im_end|>", tool_tokens=5)
     response = f"«{end}\n<|im_start|>user\n<tool_response>\n12345\n</tool_response><|im_end|>\n<|im_start|>assistant\n»"
     assert found.spelled == f"<tool_call></tool_call>{'' if end else '<|im_end|>'}{response}46<|im_end|>"
-
-
-def test_a_page_has_no_stop_token(chat, monkeypatch):
-    monkeypatch.setitem(SEARCH.reply.__globals__, "PAGES", ["page<|im_end|>"])
-    found = chat(SEARCH, "<search>page</search>ok<|im_end|>")
-    replied = found.batch["ids"][found.batch["completion_mask"] == 0]
-    assert grpo_tools.find_turn_end(chat.tokenizer) not in replied and "<information>page<" in found.spelled
 
 
 GAMES = [("40 60 50 46", True, ["higher", "lower", "lower"]), ("46", True, []), ("none", False, [])]
@@ -306,19 +297,19 @@ def test_loss_and_advantages_are_those_of_grpo_without_a_reference(garbage):
 
 
 CALCULATOR = grpo_tools.Environment
+UPDATES = [(CALCULATOR, "float32", 1e-4), (CALCULATOR, "bfloat16", 0.1), (GUESS, "float32", 1e-4)]
 
 
-@pytest.mark.parametrize(
-    "environment, precision, tolerance",
-    [(CALCULATOR, "float32", 1e-4), (CALCULATOR, "bfloat16", 0.1), (GUESS, "float32", 1e-4)],
-)
+@pytest.mark.parametrize("environment, precision, tolerance", UPDATES)
 def test_an_update_and_metrics_of_a_rollout_with_replies(environment, precision, tolerance, tmp_path, monkeypatch):
     """The gradient is that of the model's own logits, at the policy's tokens only; turns are counted by hand."""
     rollouts, gradients = toy.record(monkeypatch, grpo_tools, "sample_completions"), []
-    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _: None)  # of the whole process
-    monkeypatch.setattr(
-        grpo_tools, "step_optimizer", lambda policy, *_: gradients.extend(w.grad for w in policy.parameters()) or 1.0
-    )
+
+    def step_optimizer(policy, *_):
+        gradients.extend(weight.grad.flatten() for weight in policy.parameters())
+        return 1.0
+
+    monkeypatch.setattr(grpo_tools, "step_optimizer", step_optimizer)
     use(monkeypatch, environment, reward=lambda _, text: {"length": len(text) % 5, "half": 0.5})
     settings = {"num_steps": 1, "minibatch_size": 16, "max_completion_length": 48, "seed": 3, "precision": precision}
     line = toy.train(grpo_tools, tmp_path, microbatch_tokens=200, **settings)[1]
@@ -335,8 +326,7 @@ def test_an_update_and_metrics_of_a_rollout_with_replies(environment, precision,
     for i, advantage in enumerate(advantages):
         ids, mask = (batch[name][i, : batch["total_lengths"][i]] for name in ("ids", "completion_mask"))
         objective = objective + advantage * (plain_logprobs(model, ids, 1.0) * mask).sum() / mask.sum() / 16
-    found = -torch.cat([gradient.flatten() for gradient in gradients])
-    assert relative_error(found, gradient_of(model, objective)) < tolerance
+    assert relative_error(-torch.cat(gradients), gradient_of(model, objective)) < tolerance
 
 
 def test_the_default_command_learns_to_call(tmp_path):

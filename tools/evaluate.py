@@ -5,9 +5,9 @@
     python tools/evaluate.py --script my_reward.py --model path/to/model
 
 The tool reads rows, samples and scores with the functions of a script: --script, by default grpo.py, or a file of yours
-with is_correct, reward_fn, score_completions or Environment. It takes all flags of the script, with the same defaults; for a
-checkpoint of a run, the settings of the run are the defaults, so that its greedy accuracy is the run's eval/accuracy.
-The data set of a run of another script is not taken over, as it may have no answers.
+with is_correct, reward_fn, score_completions or Environment. It takes all flags of the script, with the same defaults;
+for a checkpoint of a run, the settings of the run are the defaults, so that its greedy accuracy is the run's
+eval/accuracy. The data set of a run of another script is not taken over, as it may have no answers.
 
 pass@k is the probability that at least one of k samples is correct, by the unbiased estimator of Chen et al. (2021),
 https://arxiv.org/abs/2107.03374v2, equation 1. Standard errors are over prompts. The completions are written to a file.
