@@ -174,7 +174,7 @@ def is_correct(completion, answer):
 
 NUMBER = r"(\d{1,7}(?:\.\d{1,4})?)"
 CALCULATION = rf"(?:[.,] )?[ (]*{NUMBER} *([-+*]|/(?! *[0.]+ *=)) *{NUMBER}( *)="  # but no division by 0
-FORMULA = r"(?:\\[a-z]+|[-\d.,+*/^() =])*$"  # all at the end of a text that may be one formula: 2\times3 + 4 =
+FORMULA = r"(?:\\[a-z]+|[-\d.,+*/^() =])*\Z"  # all at the end of a text that may be one formula: 2\times3 + 4 =
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 
 
@@ -706,7 +706,7 @@ def sample_completions(sampler, tokenizer, rows, temperature, args):
 def take_turns(sampler, tokenizer, rows, temperature, args):
     """Let policy and environments write in turns; return (environment, ids, mask, log-probabilities, _) of each row.
 
-    Ids are those of prompt and completion, the rest is of the completion, and 0 at the tokens of replies.
+    ids: prompt and completion. mask and log-probabilities: only of the completion, 0 at the tokens of replies.
     Each turn reads all tokens so far again.
     """
     stop_ids = sampler.generation_config.eos_token_id
@@ -714,7 +714,7 @@ def take_turns(sampler, tokenizer, rows, temperature, args):
     completions = [(Environment(row), list(row["prompt_ids"]), [], [], []) for row in rows]
     room = [args.max_completion_length] * len(rows)  # tokens that each completion may still get
     while any(room):
-        # Sampling ends when a completion has no room left. Those with little room wait, or it would end too soon.
+        # The smallest room is the limit of all, so completions with less than half of the largest wait.
         active = [i for i, left in enumerate(room) if left >= max(room) / 2][: args.rollout_batch_size]
         prompts = [completions[i][1] for i in active]
         samples = generate(sampler, prompts, min(room[i] for i in active), temperature, pause_ids)
@@ -739,7 +739,7 @@ def take_turns(sampler, tokenizer, rows, temperature, args):
 
 @cache
 def find_last_tokens(tokenizer, stop_strings):
-    """Find the ids of all tokens in which one of these strings may end: their text has its last character."""
+    """Find the ids of all tokens that contain the last character of one of these strings."""
     ends = {string[-1] for string in stop_strings}
     return [token for token in tokenizer.get_vocab().values() if ends & set(tokenizer.decode(token))]
 
@@ -801,9 +801,10 @@ def sample_tokens(logits, temperature):
 
 
 def encode_reply(tokenizer, reply, last_id, tool_tokens):
-    """Return the ids of a text, in which <|end|> is no stop token, or of messages in the form of the chat template."""
+    """Return the ids of a text, in which <|end|> is plain text, or of messages as the chat template writes them."""
     if not isinstance(reply, list):
         return tokenizer.encode(reply or "", add_special_tokens=False, split_special_tokens=True)[:tool_tokens]
+    # What the template writes after ANSWER is the reply.
     chat = [{"role": "user", "content": "QUESTION"}, {"role": "assistant", "content": "ANSWER"}]
     for message in reply:
         content = encode_reply(tokenizer, message["content"], last_id, tool_tokens)

@@ -1,12 +1,11 @@
 """Sample with vLLM instead of a script's own loop; each rank has an engine in its process, on its own GPU.
 
     python examples/vllm_rollout.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset openai/gsm8k:main
-    python examples/vllm_rollout.py ppo_rlhf --model ...     (or another script that samples, or a fork of one)
+    python examples/vllm_rollout.py ppo_rlhf --model ...   (or any script that samples, a fork, or a file with a reward)
     torchrun --nproc-per-node 8 examples/vllm_rollout.py --model ...
 
 It takes the script's flags and --gpu-memory, the share of a GPU that the engine may have while it samples (0.4). It
-replaces load_sampler, copy_weights and generate of the script, and lets the engine sleep while nothing is sampled.
-docs/vllm.md says how to install vLLM.
+replaces load_sampler, copy_weights and generate of the script. docs/vllm.md says how to install vLLM.
 """
 
 import argparse
@@ -16,7 +15,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported, as in the scripts
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 os.environ.setdefault("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
@@ -26,6 +25,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, without a GPU
 
 import torch
 import torch.distributed as dist
+from evaluate import import_script
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -60,7 +60,7 @@ class Sampler:
         self.copy_weights(SimpleNamespace(model=model), self)
         self.check(model, tokenizer.encode("1 + 1 ="), min(16, args.max_completion_length))
         self.engine.sleep(level=1)
-        # At its end, main destroys the process group, in which the engine has its own: let the engine do it.
+        # At its end, main destroys the process group, in which the engine has its own: the engine destroys both.
         shutdown = self.engine.llm_engine.engine_core.shutdown
         self.script.dist = SimpleNamespace(**vars(dist) | {"destroy_process_group": shutdown})
         return self
@@ -127,7 +127,7 @@ def pack_head(model):
 
 def main():
     named = len(sys.argv) > 1 and not sys.argv[1].startswith("-")
-    script = importlib.import_module(sys.argv.pop(1) if named else "grpo")
+    script = import_script(sys.argv.pop(1) if named else "grpo")
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--gpu-memory", type=float, default=0.4)
     own, sys.argv[1:] = parser.parse_known_args()

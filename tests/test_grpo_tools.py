@@ -99,6 +99,7 @@ def play(monkeypatch, tokenizer, stop_id, *scripts, **settings):
         samples = []
         for prompt in prompts:
             rest = running[prompt[0] - 10]
+            assert rest, "the policy was to end"
             end = next((place for place, token in enumerate(rest, 1) if token in stop_ids), len(rest))
             samples.append(rest[: min(end, limit)])
             del rest[: min(end, limit)]
