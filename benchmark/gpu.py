@@ -32,7 +32,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SECTIONS = ["numbers", "training", "defaults"]
 LENGTH = {"Qwen2.5-0.5B": 512, "Qwen2.5-1.5B": 512, "tiny": 16}  # of completions, tokens
-TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
 TINY |= {"num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": True}
 DEFAULTS = dict.fromkeys("grpo dr_grpo dapo gspo cispo reinforce grpo_process grpo_tools gkd".split(), "accuracy 0.96")
 DEFAULTS |= {"ppo_rlhf": "accuracy 0.93", "dpo": "pair_accuracy 0.78", "reward_model": "pair_accuracy 0.78"}
@@ -187,7 +187,7 @@ def jobs_of(args, folder):
     runs = [("grpo", ["grpo.py"], flags), ("ppo_rlhf", ["ppo_rlhf.py"], ppo)]
     runs += [("grpo", ["grpo.py"], [*flags, more]) for more in ("--gradient-checkpointing", "--cpu-offload")]
     if importlib.util.find_spec("vllm"):
-        runs.append(("grpo", ["examples/vllm_rollout.py", "grpo"], flags))
+        runs += [(script, ["examples/vllm_rollout.py", script], more) for script, _, more in runs[:2]]
     for script, launcher, more in runs:
         chosen = [word for word in more if word.startswith(("--grad", "--cpu"))]
         title = " ".join([*launcher, *chosen, f"on {Path(small).name}"])
