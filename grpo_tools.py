@@ -173,7 +173,7 @@ def is_correct(completion, answer):
 
 
 NUMBER = r"(\d{1,7}(?:\.\d{1,4})?)"
-CALCULATION = rf"(?:[.,] )?[ (]*{NUMBER} *([-+*]|/(?! *[0.]+ *=)) *{NUMBER}( *)="  # but no division by 0
+CALCULATION = rf"(?: ?\d*[.,] )?[ (]*{NUMBER} *([-+*]|/(?! *[0.]+ *=)) *{NUMBER}( *)="  # but no division by 0
 FORMULA = r"(?:\\[a-z]+|[-\d.,+*/^() =])*\Z"  # all at the end of a text that may be one formula: 2\times3 + 4 =
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 

@@ -176,12 +176,13 @@ def test_the_table_of_normal_runs_is_that_of_the_runs():
 
 @pytest.mark.parametrize("name", ["lora", "async"])
 def test_results_of_forks_are_those_of_their_runs(name):
-    """The table of the page has the rewards of the last five steps, and the last accuracies, of the records."""
-    records = read_records(ROOT / "benchmark" / "results" / "forks.jsonl")
-    own = [records[f"my_{name}", seed]["metrics"] for seed in (1, 2, 3)]
-    rewards = spread([fmean(list(metrics["reward/mean"].values())[-5:]) for metrics in own])
-    accuracies = spread([metrics["eval/accuracy"]["30"] for metrics in own])
-    assert f"| {rewards} | {accuracies} |" in PAGES[f"docs/forks/{name}.md"]
+    """The table has the rewards of the last five steps, and the last accuracies, of the fork and of grpo.py."""
+    for script, file in ((f"my_{name}", "forks"), ("grpo", "default_runs")):
+        records = read_records(ROOT / f"benchmark/results/{file}.jsonl")
+        own = [records[script, seed]["metrics"] for seed in (1, 2, 3)]
+        rewards = spread([fmean(list(metrics["reward/mean"].values())[-5:]) for metrics in own])
+        accuracies = spread([metrics["eval/accuracy"]["20"] for metrics in own])
+        assert f"| {rewards} | {accuracies} |" in PAGES[f"docs/forks/{name}.md"], script
 
 
 def test_results_of_ptx_are_those_of_its_runs():

@@ -29,8 +29,7 @@ CPU = torch.device("cpu")
 NAMES = ("load_sampler", "copy_weights", "sample_completions", "generate", "dist")
 OWN = {EVERY[script]: {name: getattr(EVERY[script], name) for name in NAMES} for script in SAMPLING}
 PROMPTS = ["59+4+94+97=", "1+2=", "1+2=", "30+40+50=", "7+8=", "99+98="]
-WHY = "vllm is not installed (docs/vllm.md)"
-needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason=WHY)
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="not installed (docs/vllm.md)")
 
 
 class Engine:
@@ -227,8 +226,7 @@ def test_every_script_trains_with_it(name, folder, tmp_path, monkeypatch):  # no
     script = EVERY.get(name) or make(folder, name)
     for function in NAMES:
         monkeypatch.setattr(script, function, getattr(script, function))  # afterwards, it gets its own back
-    sizes = {"num_steps": 2, "eval_every": 1, "eval_prompts": 2, "max_completion_length": 48, "group_size": 8}
-    args = short(script, tmp_path, **sizes)
+    args = short(script, tmp_path, num_steps=2, eval_every=1, eval_prompts=2, max_completion_length=48, group_size=8)
     sampler = vllm_rollout.Sampler(script, 0.4)
     script.main(args)
     events = " ".join(sampler.engine.events)
@@ -248,13 +246,17 @@ def test_weights_that_do_not_arrive_end_the_run(stale, monkeypatch):
         Rollouts()
 
 
-def test_the_flag_of_the_example_is_not_one_of_the_script(monkeypatch):
-    given = []
+def test_it_takes_a_script_or_a_file_with_an_environment_and_has_a_flag_of_its_own(tmp_path, monkeypatch):
+    given, dapo, tools = [], EVERY["dapo"], EVERY["grpo_tools"]
+    (tmp_path / "my_game.py").write_text("class Environment:\n    pass\n")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(tools, "Environment", tools.Environment)  # the file replaces it
     monkeypatch.setattr(vllm_rollout, "Sampler", lambda script, share: given.append((script, share)))
-    monkeypatch.setattr(EVERY["dapo"], "main", lambda args: given.append(args.num_steps))
-    monkeypatch.setattr(sys, "argv", ["vllm_rollout.py", "dapo", "--gpu-memory", "0.25", "--num-steps", "3"])
-    vllm_rollout.main()
-    assert given == [(EVERY["dapo"], 0.25), 3]
+    for name, script in (("dapo", dapo), (f"{tmp_path}/my_game.py", tools)):
+        monkeypatch.setattr(script, "main", lambda args: given.append(args.num_steps))
+        monkeypatch.setattr(sys, "argv", ["vllm_rollout.py", name, "--gpu-memory", "0.25", "--num-steps", "3"])
+        vllm_rollout.main()
+    assert given == [(dapo, 0.25), 3, (tools, 0.25), 3] and tools.Environment.__module__ == "my_game"
 
 
 # ---- whole runs with vLLM
@@ -282,9 +284,7 @@ def test_a_resumed_run_with_vllm_is_the_uninterrupted_one(name, tmp_path):
     """Real processes, whose ends are clean."""
     flags = [f"--prompts-per-step={4 if name.startswith('grpo') else 32}", "--eval-prompts=8", "--eval-every=1"]
     flags += ["--save-every=1"] + ["--minibatch-size=32"] * (name != "gkd")
-    for given in (["--num-steps=2", "--run-dir=whole"], ["--num-steps=1", "--run-dir=parts"]):
-        status, said = run_example(tmp_path, name, *flags, *given)
+    for given in ("--num-steps=2 --run-dir=whole", "--num-steps=1 --run-dir=parts", "--num-steps=2 --resume=parts"):
+        status, said = run_example(tmp_path, name, *flags, *given.split())
         assert status == 0 and "Traceback" not in said, said
-    status, said = run_example(tmp_path, name, "--resume", "parts", "--num-steps", "2")
-    assert status == 0 and "Traceback" not in said, said
     assert logged(tmp_path / "whole") == logged(tmp_path / "parts")

@@ -19,7 +19,7 @@ import grpo_tools
 STOP, END = 5, "<|end|>"  # of the bundled model
 REPLIES = {  # of the calculator, to texts; from "So" on as real models write
     "46": "<think>12+34= | 12+34= | 1+2;12+34= | So:\n12 + 34= | (12 + 34=",
-    " 46": "So 12 + 34 = | x. 12 + 34 = | First, 12 + 34 = | So $12 + 34 = | We have \\( 12 + 34 =",
+    " 46": "So 12 + 34 = | x. 12 + 34 = | 2. 12 + 34 = | In 2020, 12 + 34 = | So $12 + 34 = | We have \\( 12 + 34 =",
     " 24": "is $48 / 2 = | is 72 - 48 = | is 1.5 * 16 =",
     " 3.3333": "about 10 / 3 =",
     " 20": "10 / 0.5 =",
@@ -220,9 +220,8 @@ def chat(monkeypatch):
     def chat(environment, written, **settings):
         made = use(monkeypatch, environment)
         ids = TOKENIZER.encode(written) if isinstance(written, str) else written
-        settings["max_completion_length"] = 900
-        batch, _, [score], [spelled], _ = play(monkeypatch, TOKENIZER, TURN_END, ids, **settings)
-        return SimpleNamespace(batch=batch, score=score, spelled=spelled, turns_seen=made[0].turns_seen)
+        found = play(monkeypatch, TOKENIZER, TURN_END, ids, max_completion_length=900, **settings)
+        return SimpleNamespace(batch=found[0], score=found[2][0], spelled=found[3][0], turns_seen=made[0].turns_seen)
 
     return chat
 
@@ -252,8 +251,7 @@ def test_calls_are_answered_in_the_form_of_the_chat_template(chat):
     whole = TOKENIZER.apply_chat_template(messages, tokenize=False).partition("assistant\n")[2]
     assert re.sub("[«»]", "", found.spelled) == whole.removesuffix("\n") and error.startswith("JSONDecodeError")
     assert [text for text, _ in found.turns_seen] == turns and found.score == 1.0
-    sampled = re.sub("«.*?»", "", found.spelled, flags=re.DOTALL)
-    assert sampled == "<|im_end|>".join([*turns, ""]) and found.spelled.count("«") == 3
+    assert re.sub("«.*?»", "", found.spelled, flags=re.DOTALL) == "<|im_end|>".join([*turns, ""])
 
 
 @pytest.mark.parametrize("stop_strings, end", [([], ""), (["</tool_call>"], "<|im_end|>")])
