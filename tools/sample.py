@@ -6,8 +6,8 @@
 It takes --script and all flags of that script, as tools/evaluate.py does, which measures accuracy and pass@k. Prompts
 given with --prompt have no answers, so they get no rewards.
 
---keep right keeps each prompt's distinct completions, with an environment's replies, of at least --min-reward. --keep
-pairs makes pairs of such a one (chosen) and a wrong one (rejected), and uses each at most once; none that was cut off:
+--keep right keeps each prompt's distinct completions, with an environment's replies, of at least --min-reward.
+--keep pairs makes pairs of such a completion (chosen) and a wrong one (rejected), each used at most once; none cut off:
 
     python tools/sample.py --split train --num-prompts 512 --keep right --out right.jsonl
     python sft.py --model models/tiny --tiny --dataset right.jsonl --num-steps 36 --warmup-steps 4 --learning-rate 3e-4
