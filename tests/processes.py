@@ -70,6 +70,7 @@ class Ranks:
             self.returncode = max((abs(rank.poll()) for rank in ended), default=1)
         for rank in running:
             rank.process.kill()
+        self.forked.sort(key=lambda rank: rank in ended)  # what the one that failed says comes last
         return "".join(rank.communicate()[0] for rank in self.forked), None
 
 
@@ -78,7 +79,7 @@ def run_on_ranks(file, *argv, **environment):
     code = f"import runpy; runpy.run_path({str(ROOT / 'tests' / file)!r}, run_name='__main__')"
     ranks = Ranks(code, [file, *argv], CUDA_VISIBLE_DEVICES="", **environment)
     output, _ = ranks.communicate()
-    assert ranks.returncode == 0, f"{[rank.returncode for rank in ranks.forked]} {output[-4000:]}"
+    assert ranks.returncode == 0, f"{[rank.returncode for rank in ranks.forked]} {output[-8000:]}"
 
 
 def run_file(file, *argv, given="", expected=0):

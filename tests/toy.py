@@ -4,6 +4,7 @@ import copy
 import importlib.util
 import inspect
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -129,7 +130,9 @@ def read_jsonl(path):
 
 
 def write_jsonl(path, rows):
-    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    part = Path(f"{path}.{os.getpid()}")
+    part.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    part.replace(path)  # whole at once: of two ranks that write the same file, one may read it already
     return str(path)
 
 
