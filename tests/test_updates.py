@@ -11,7 +11,7 @@ import pytest
 import torch
 from processes import Forked, Ranks, finish, logged, run_on_ranks, start
 from scripted import CASES, Rollouts, run
-from toy import EVERY, ROOT, SCRIPTS, TINY, call, parse, read_jsonl, relative_error, short, train
+from toy import EVERY, ROOT, SCRIPTS, TINY, call, parse, read_jsonl, record, relative_error, short, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo
@@ -131,7 +131,7 @@ def test_one_rank_resumes_both_models_of_ppo(case, on_two_ranks):
 
 
 def test_the_default_command_learns(tmp_path):
-    """In 16 of its 30 steps, from an accuracy of 0.47 to 0.99."""
+    """In 16 of its 20 steps."""
     args = parse(grpo, num_steps=16, eval_prompts=128, run_dir=tmp_path / "run")
     grpo.main(args)
     lines = read_jsonl(tmp_path / "run/metrics.jsonl")
@@ -201,15 +201,10 @@ def test_dapo_keeps_the_first_groups_with_signal(monkeypatch):
 
 def test_without_a_reference_completions_of_advantage_zero_are_not_computed(tmp_path, monkeypatch):
     """Their gradient is 0, and the divisor counts them."""
-    seen, policy_loss = [], grpo.policy_loss
-
-    def record(*args):
-        seen.append((args[4], args[5]))
-        return policy_loss(*args)
-
-    monkeypatch.setattr(grpo, "policy_loss", record)
+    calls = record(monkeypatch, grpo, "policy_loss")
     monkeypatch.setattr(grpo, "reward_fn", lambda completion, answer: float(len(completion) % 2) if answer else 0.0)
     found = run(grpo, tmp_path, monkeypatch, kl_coef=0.0, num_steps=1)
+    seen = [(args[4], args[5]) for args, _ in calls]  # advantages and masks
     tokens = sum(mask.sum() for _, mask in seen)
     assert all((advantages != 0).all() for advantages, mask in seen if mask.any())
     assert found["metrics"][1]["reward/zero_std"] == 0 or tokens < found["metrics"][1]["rollout/length_mean"] * 16
