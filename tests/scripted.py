@@ -126,6 +126,7 @@ def run(script, folder, patch, saved=False, **settings):
 if __name__ == "__main__":
     import pytest
 
+    torch._C._set_print_stack_traces_on_fatal_signal(True)  # of gloo's threads, too, which faulthandler cannot see
     target, cases = Path(sys.argv[1]), sys.argv[2:]  # parse changes sys.argv
     device = EVERY["grpo"].init_ranks()
     torch.distributed.destroy_process_group, destroy = lambda: None, torch.distributed.destroy_process_group
