@@ -132,8 +132,7 @@ def read_jsonl(path):
 def write_jsonl(path, rows):
     part = Path(f"{path}.{os.getpid()}")
     part.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    part.replace(path)  # whole at once: of two ranks that write the same file, one may read it already
-    return str(path)
+    return str(part.replace(path))  # whole at once: of two ranks that write the same file, one may read it already
 
 
 def relative_error(actual, expected):
