@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"}
-# tests/processes.py forks from a process, which must have one thread: none of pyarrow's allocator.
-os.environ |= {"TOKENIZERS_PARALLELISM": "false", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # of pyarrow: tests fork from a process of one thread
 CACHE = tempfile.TemporaryDirectory()  # of data sets, which datasets asks for when it is imported
 os.environ["HF_DATASETS_CACHE"] = CACHE.name
 ROOT = Path(__file__).resolve().parent
